@@ -1,0 +1,157 @@
+"""Flat trees: leaves that are treated alike, side by side in one buffer.
+
+An optimizer that works element by element need not see 150 tensors where one will do. A ``Layout`` says which leaf lies
+where; a ``Flat`` holds the buffers and stands for the tree. ``ravel`` and ``unravel`` go between the two; ``unravel``
+gives views (its transpose is a concatenation), so that a gradient with respect to a Flat is a Flat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from . import tree
+
+Tree = tree.Tree
+ALIGNMENT = 64  # elements: every leaf starts on a cache line, and 16-byte vector loads are legal in every dtype
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one leaf lies: in ``bucket`` at ``offset`` (elements), or as it is, alone in the bucket (offset None)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bucket: str
+    offset: int | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which leaf lies where: a static, hashable value. ``slots`` are in the order of the tree's leaves."""
+
+    structure: tree.Structure
+    slots: tuple[Slot, ...]
+
+    @cached_property
+    def buckets(self) -> dict[str, tuple[Slot, ...]]:
+        """The slots of each bucket, by offset."""
+        grouped: dict[str, list[Slot]] = {}
+        for slot in self.slots:
+            grouped.setdefault(slot.bucket, []).append(slot)
+        return {name: tuple(slots) for name, slots in sorted(grouped.items())}
+
+    def size(self, bucket: str) -> int:
+        """Elements of a bucket, padding included."""
+        last = self.buckets[bucket][-1]
+        return last.size if last.offset is None else last.offset + _aligned(last.size)
+
+    def sections(self, bucket: str) -> list[int]:
+        """The aligned lengths of the leaves in a flat bucket; they cover it."""
+        return [_aligned(slot.size) for slot in self.buckets[bucket]]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The tree of ``layout``, held as {bucket: tensor}: flat buffers (N,), or leaves kept in their own shape.
+
+    A pytree node whose leaves are the buffers. Leading dims that every buffer shares (an ensemble) are legal.
+    """
+
+    buffers: dict[str, torch.Tensor]
+    layout: Layout
+
+
+tree.register(Flat, ("buffers",), ("layout",))
+
+
+def plan(abstract: Tree, labels: Tree) -> Layout:
+    """The layout that joins leaves of equal label and dtype, in order; a leaf whose label is None is kept as it is.
+
+    ``abstract`` has leaves with ``shape`` and ``dtype``; ``labels`` has its structure and hashable leaves or None.
+    """
+    leaves, structure = tree.flatten(abstract)
+    marks = structure.flatten_up_to(labels)
+    names = tree.names(abstract)
+    numbers: dict[Hashable, int] = {}
+    ends: dict[str, int] = {}
+    slots = []
+    for name, leaf, label in zip(names, leaves, marks, strict=True):
+        shape, dtype = tuple(leaf.shape), leaf.dtype
+        if label is None:
+            slots.append(Slot(name, shape, dtype, f"leaf:{name}", None))
+            continue
+        kind = str(dtype).removeprefix("torch.")
+        bucket = f"{kind}:{numbers.setdefault((label, dtype), len(numbers))}"
+        slots.append(Slot(name, shape, dtype, bucket, ends.get(bucket, 0)))
+        ends[bucket] = ends.get(bucket, 0) + _aligned(math.prod(shape))
+    return Layout(structure, tuple(slots))
+
+
+def ravel(values: Tree, layout: Layout) -> Flat:
+    """Copy the leaves into their places; padding is zero. Raises ValueError where a leaf's shape is not the slot's."""
+    by_bucket: dict[str, list[torch.Tensor]] = {}
+    for slot, leaf in zip(layout.slots, layout.structure.flatten_up_to(values), strict=True):
+        if tuple(leaf.shape) != slot.shape:
+            raise ValueError(f"{slot.name}: shape {tuple(leaf.shape)}, expected {slot.shape}")
+        pieces = by_bucket.setdefault(slot.bucket, [])
+        if slot.offset is None:
+            pieces.append(leaf)
+            continue
+        pieces.append(leaf.reshape(-1))
+        if padding := _aligned(slot.size) - slot.size:
+            pieces.append(leaf.new_zeros(padding))
+    joined = {
+        bucket: (torch.cat(pieces) if layout.buckets[bucket][0].offset is not None else pieces[0].clone())
+        for bucket, pieces in by_bucket.items()
+    }
+    return Flat(dict(sorted(joined.items())), layout)
+
+
+def unravel(flat: Flat) -> Tree:
+    """The tree, as views of the buffers. Forward: split; transpose: concatenate, zeros where a leaf was not used."""
+    by_name: dict[str, torch.Tensor] = {}
+    for bucket, slots in flat.layout.buckets.items():
+        buffer = flat.buffers[bucket]
+        if slots[0].offset is None:
+            by_name[slots[0].name] = buffer
+            continue
+        lead = buffer.shape[:-1]
+        for slot, piece in zip(slots, torch.split(buffer, flat.layout.sections(bucket), dim=-1), strict=True):
+            by_name[slot.name] = piece[..., : slot.size].reshape(*lead, *slot.shape)
+    return tree.unflatten(flat.layout.structure, [by_name[slot.name] for slot in flat.layout.slots])
+
+
+def spread(values: Tree, params: Tree) -> Tree:
+    """What holds for each leaf of the tree that ``params`` stands for, brought to the structure of ``params``.
+
+    For a plain tree that is ``values`` itself (a tree of its structure); for a Flat it is a Flat with one value a
+    bucket. Raises ValueError, naming two leaves, where the leaves of one bucket do not agree.
+    """
+    if not isinstance(params, Flat):
+        return values
+    chosen: dict[str, tuple[str, Hashable]] = {}
+    for slot, value in zip(params.layout.slots, params.layout.structure.flatten_up_to(values), strict=True):
+        name, other = chosen.setdefault(slot.bucket, (slot.name, value))
+        if other != value:
+            raise ValueError(f"{slot.name} has {value!r} and {name} has {other!r}, but both lie in bucket {slot.bucket!r}")
+    return Flat({bucket: chosen[bucket][1] for bucket in params.buffers}, params.layout)  # type: ignore
+
+
+def stands_for(params: Tree) -> Tree:
+    """The tree that masks and labels are written for: ``params``, or the slots (name, shape, dtype) of a Flat's leaves."""
+    return tree.unflatten(params.layout.structure, params.layout.slots) if isinstance(params, Flat) else params
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

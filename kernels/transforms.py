@@ -1,0 +1,160 @@
+"""grad, vmap and vjp over trees: torch.func by optree's leaves.
+
+torch.func knows torch's own pytrees alone, whose dict order is not optree's. These wrappers flatten with optree, hand
+torch.func flat tensors, and put the trees back; leaves that are no floating-point tensors stand still (None in a
+gradient).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.func
+
+from . import tree
+
+Tree = tree.Tree
+
+
+def is_differentiable(leaf: Any) -> bool:
+    """Whether gradients flow to this leaf: a floating-point or complex tensor."""
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def grad_and_value(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``fn``'s gradient and value: ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
+
+    The gradient has the structure of the argument (a tuple of them for several ``argnums``), None where a leaf is not
+    differentiable. Raises TypeError when ``fn`` returns no 0-d tensor.
+    """
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        wrt = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+        for index in wrt:
+            if not -len(args) <= index < len(args):
+                raise ValueError(f"argnums: {index} is out of range, fn was called with {len(args)} positional arguments")
+        leaves, structure = tree.flatten(tuple(args[index] for index in wrt))
+        places = [place for place, leaf in enumerate(leaves) if is_differentiable(leaf)]
+        aux_structure: list[Any] = []
+
+        def flat(floats: tuple[torch.Tensor, ...]) -> Any:
+            filled = list(leaves)
+            for place, value in zip(places, floats, strict=True):
+                filled[place] = value
+            call = list(args)
+            for index, value in zip(wrt, tree.unflatten(structure, filled), strict=True):
+                call[index] = value
+            result = fn(*call, **kwargs)
+            value, aux = result if has_aux else (result, None)
+            _require_scalar(value)
+            tensors, rebuild = _split_tensors(aux)
+            aux_structure[:] = [rebuild]
+            return value, tuple(tensors)
+
+        grads, (value, tensors) = torch.func.grad_and_value(flat, has_aux=True)(tuple(leaves[place] for place in places))
+        filled: list[Any] = [None] * len(leaves)
+        for place, gradient in zip(places, grads, strict=True):
+            filled[place] = gradient
+        by_argument = tree.unflatten(structure, filled)
+        result = by_argument[0] if isinstance(argnums, int) else by_argument
+        return result, (value, aux_structure[0](tensors)) if has_aux else value
+
+    return wrapped
+
+
+def grad(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+    """``fn``'s gradient: ``grads``, or ``(grads, aux)`` with ``has_aux``."""
+    transformed = grad_and_value(fn, argnums, has_aux)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        grads, value = transformed(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return wrapped
+
+
+def vjp(fn: Callable[..., Any], *primals: Tree) -> tuple[Tree, Callable[[Tree], tuple[Tree, ...]]]:
+    """``fn(*primals)`` and the function from its cotangent to the primals' (None where not differentiable)."""
+    leaves, structure = tree.flatten(primals)
+    places = [place for place, leaf in enumerate(leaves) if is_differentiable(leaf)]
+    rebuilt: list[Any] = []
+
+    def flat(*floats: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        filled = list(leaves)
+        for place, value in zip(places, floats, strict=True):
+            filled[place] = value
+        outputs, out_structure = tree.flatten(fn(*tree.unflatten(structure, filled)))
+        rebuilt[:] = [out_structure]
+        return tuple(outputs)
+
+    outputs, pull = torch.func.vjp(flat, *(leaves[place] for place in places))
+
+    def pullback(cotangent: Tree) -> tuple[Tree, ...]:
+        filled: list[Any] = [None] * len(leaves)
+        for place, value in zip(places, pull(tuple(tree.leaves(cotangent))), strict=True):
+            filled[place] = value
+        return tree.unflatten(structure, filled)
+
+    return tree.unflatten(rebuilt[0], outputs), pullback
+
+
+def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: int = 0, chunk_size: int | None = None) -> Callable[..., Any]:
+    """``fn`` over a batch: ``in_axes`` is an int, None, or a tree (prefix) of them for each argument.
+
+    Leaves that are no tensors are handed through unbatched. Raises ValueError when nothing is batched.
+    """
+
+    def wrapped(*args: Any) -> Any:
+        axes = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
+        if len(axes) != len(args):
+            raise ValueError(f"in_axes: {len(axes)} entries for {len(args)} arguments")
+        leaves, structure = tree.flatten(args)
+        dims = [dim for axis, arg in zip(axes, args, strict=True) for dim in _leaf_axes(axis, arg)]
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        rebuilt: list[Any] = []
+
+        def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            filled = list(leaves)
+            for place, value in zip(places, tensors, strict=True):
+                filled[place] = value
+            outputs, rebuild = _split_tensors(fn(*tree.unflatten(structure, filled)))
+            rebuilt[:] = [rebuild]
+            return tuple(outputs)
+
+        batched = torch.func.vmap(
+            flat, in_dims=tuple(dims[place] for place in places), out_dims=out_axes, chunk_size=chunk_size
+        )
+        return rebuilt[0](batched(*(leaves[place] for place in places)))
+
+    return wrapped
+
+
+def _leaf_axes(axis: Any, arg: Tree) -> list[int | None]:
+    if axis is None or isinstance(axis, int):
+        return [axis] * len(tree.leaves(arg))
+    is_none = {"is_leaf": lambda entry: entry is None}
+    spread: list[int | None] = []
+    tree.map(lambda entry, sub: spread.extend(_leaf_axes(entry, sub)), axis, arg, **is_none)
+    return spread
+
+
+def _split_tensors(value: Tree) -> tuple[list[torch.Tensor], Callable[[Any], Tree]]:
+    """The tensors among the leaves, and the function that rebuilds the tree around (transformed) tensors."""
+    leaves, structure = tree.flatten(value)
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def rebuild(tensors: Any) -> Tree:
+        filled = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        return tree.unflatten(structure, filled)
+
+    return [leaves[place] for place in places], rebuild
+
+
+def _require_scalar(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(f"fn must return a 0-d tensor to be differentiated, got {given}")

@@ -1,0 +1,152 @@
+"""Pytrees: optree under this project's namespace, and the names of leaves.
+
+Every tree in the project is flattened here and nowhere else, so that one rule holds for the order of leaves (dict keys
+sorted) and for their names: the path of a leaf joined by dots, ``blocks.0.attn.q``, as checkpoints and errors show it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeVar
+
+import optree
+import torch.utils._pytree as torch_pytree
+
+NAMESPACE = "functional_booster"
+
+Tree: TypeAlias = Any
+Structure: TypeAlias = optree.PyTreeSpec
+Mask: TypeAlias = Tree | Callable[[Tree], Tree]
+T = TypeVar("T")
+
+
+def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """Apply ``fn`` to each leaf of ``tree`` and the leaves at the same places of ``rest``; None is an empty subtree.
+
+    Raises ValueError, naming the place, where a tree of ``rest`` has another structure.
+    """
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def map_with_name(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+    """``map`` whose ``fn`` gets the leaf's dotted name first."""
+    return optree.tree_map_with_path(
+        lambda path, *leaves: fn(_join(path), *leaves), tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE
+    )
+
+
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+    """The leaves in order, and the structure that puts them back."""
+    return optree.tree_flatten(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
+    """The tree of ``structure`` with these leaves; raises ValueError when their number differs."""
+    return optree.tree_unflatten(structure, leaves)
+
+
+def leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """The leaves in order."""
+    return optree.tree_leaves(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def structure(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Structure:
+    """The structure without the leaves; two trees of one shape have equal structures."""
+    return optree.tree_structure(tree, is_leaf=is_leaf, namespace=NAMESPACE)
+
+
+def names(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """The dotted name of each leaf, in the order of ``leaves``."""
+    return [_join(path) for path in optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)]
+
+
+def named_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """{dotted name: leaf}, in order; raises ValueError when two leaves would get one name."""
+    keys, values = names(tree, is_leaf), leaves(tree, is_leaf)
+    named = dict(zip(keys, values, strict=True))
+    if len(named) < len(keys):
+        twice = next(key for index, key in enumerate(keys) if key in keys[:index])
+        raise ValueError(f"two leaves of the tree have the name {twice!r}: a key with a dot in it hides a nested key")
+    return named
+
+
+def all(predicate: Callable[[Any], bool], tree: Tree) -> bool:
+    """Whether ``predicate`` holds for every leaf."""
+    return builtins.all(predicate(leaf) for leaf in leaves(tree))
+
+
+def partition(tree: Tree, mask: Mask) -> tuple[Tree, Tree]:
+    """Split by a mask: (the leaves where it is True, the leaves where it is False), None in the other's places.
+
+    ``combine`` is the inverse. Raises as ``as_mask``. (equinox: ``partition``.)
+    """
+    chosen = as_mask(tree, mask)
+    return (
+        map(lambda leaf, keep: leaf if keep else None, tree, chosen),
+        map(lambda leaf, keep: None if keep else leaf, tree, chosen),
+    )
+
+
+def combine(*trees: Tree) -> Tree:
+    """Put partitions back together: at each place the first leaf that is not None."""
+
+    def is_none(leaf: Any) -> bool:
+        return leaf is None
+
+    def first(*candidates: Any) -> Any:
+        return next((leaf for leaf in candidates if leaf is not None), None)
+
+    return optree.tree_map(first, *trees, is_leaf=is_none, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def as_mask(tree: Tree, mask: Mask) -> Tree:
+    """A tree of bools with ``tree``'s structure, from a tree of bools, a prefix of one, or a function ``tree -> mask``.
+
+    Raises TypeError for a mask leaf that is no bool, ValueError for a mask of another structure.
+    """
+    given = mask(tree) if callable(mask) else mask
+    for name, leaf in named_leaves(given).items():
+        if not isinstance(leaf, bool):
+            raise TypeError(f"mask: the leaf {name!r} is {type(leaf).__name__}, expected bool")
+    return optree.tree_broadcast_prefix(given, tree, namespace=NAMESPACE)
+
+
+def by_name(pattern: str) -> Callable[[Tree], Tree]:
+    """The mask function that is True where the regular expression is found in the leaf's dotted name."""
+    expression = re.compile(pattern)
+    return lambda tree: map_with_name(lambda name, _: expression.search(name) is not None, tree)
+
+
+def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = ()) -> type[T]:
+    """Make a frozen dataclass a node, for optree and for torch's own pytrees; ``static`` fields go with the structure.
+
+    Static fields must be hashable and comparable, since they are part of what a jitted function is keyed on.
+    """
+
+    def to_children(node: T) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+        return (
+            tuple(getattr(node, name) for name in children),
+            tuple(getattr(node, name) for name in static),
+            children,
+        )
+
+    def from_children(meta: tuple[Any, ...], values: Iterable[Any]) -> T:
+        node = object.__new__(cls)
+        for name, value in zip((*children, *static), (*values, *meta), strict=True):
+            object.__setattr__(node, name, value)
+        return node
+
+    optree.register_pytree_node(cls, to_children, from_children, namespace=NAMESPACE)
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (list(to_children(node)[0]), to_children(node)[1]),
+        lambda values, meta: from_children(meta, values),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+    return cls
+
+
+def _join(path: tuple[Any, ...]) -> str:
+    return ".".join(str(entry) for entry in path)
