@@ -57,8 +57,8 @@ class Layout:
         return last.size if last.offset is None else last.offset + _aligned(last.size)
 
     def sections(self, bucket: str) -> list[int]:
-        """The aligned lengths of the leaves in a flat bucket; they cover it."""
-        return [_aligned(slot.size) for slot in self.buckets[bucket]]
+        """The lengths that cut a flat bucket: leaf, padding, leaf, padding..."""
+        return [length for slot in self.buckets[bucket] for length in (slot.size, _aligned(slot.size) - slot.size)]
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,10 @@ def unravel(flat: Flat) -> Tree:
         if slots[0].offset is None:
             by_name[slots[0].name] = buffer
             continue
-        lead = buffer.shape[:-1]
-        for slot, piece in zip(slots, torch.split(buffer, flat.layout.sections(bucket), dim=-1), strict=True):
-            by_name[slot.name] = piece[..., : slot.size].reshape(*lead, *slot.shape)
+        lead = tuple(buffer.shape[:-1])
+        pieces = torch.split(buffer, flat.layout.sections(bucket), dim=-1)
+        for slot, piece in zip(slots, pieces[::2], strict=True):
+            by_name[slot.name] = piece.reshape(lead + slot.shape)
     return tree.unflatten(flat.layout.structure, [by_name[slot.name] for slot in flat.layout.slots])
 
 
