@@ -126,7 +126,8 @@ def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: int = 0, chunk_size
         batched = torch.func.vmap(
             flat, in_dims=tuple(dims[place] for place in places), out_dims=out_axes, chunk_size=chunk_size
         )
-        return rebuilt[0](batched(*(leaves[place] for place in places)))
+        outputs = batched(*(leaves[place] for place in places))
+        return rebuilt[0](outputs)
 
     return wrapped
 
