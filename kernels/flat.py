@@ -11,6 +11,7 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -65,10 +66,11 @@ class Layout:
 class Flat:
     """The tree of ``layout``, held as {bucket: tensor}: flat buffers (N,), or leaves kept in their own shape.
 
-    A pytree node whose leaves are the buffers. Leading dims that every buffer shares (an ensemble) are legal.
+    A pytree node whose leaves are the buffers. Leading dims that every buffer shares (an ensemble) are legal. As with
+    any tree, the leaves may be other values of a bucket (``spread``).
     """
 
-    buffers: dict[str, torch.Tensor]
+    buffers: dict[str, Any]
     layout: Layout
 
 
@@ -79,14 +81,14 @@ def plan(abstract: Tree, labels: Tree) -> Layout:
     """The layout that joins leaves of equal label and dtype, in order; a leaf whose label is None is kept as it is.
 
     ``abstract`` has leaves with ``shape`` and ``dtype``; ``labels`` has its structure and hashable leaves or None.
+    Raises ValueError where two leaves have one name: buckets and errors go by names.
     """
-    leaves, structure = tree.flatten(abstract)
-    marks = structure.flatten_up_to(labels)
-    names = tree.names(abstract)
+    named, structure = tree.named_leaves(abstract), tree.structure(abstract)
+    marks = tree.flatten_up_to(structure, labels)
     numbers: dict[Hashable, int] = {}
     ends: dict[str, int] = {}
     slots = []
-    for name, leaf, label in zip(names, leaves, marks, strict=True):
+    for (name, leaf), label in zip(named.items(), marks, strict=True):
         shape, dtype = tuple(leaf.shape), leaf.dtype
         if label is None:
             slots.append(Slot(name, shape, dtype, f"leaf:{name}", None))
@@ -101,7 +103,7 @@ def plan(abstract: Tree, labels: Tree) -> Layout:
 def ravel(values: Tree, layout: Layout) -> Flat:
     """Copy the leaves into their places; padding is zero. Raises ValueError where a leaf's shape is not the slot's."""
     by_bucket: dict[str, list[torch.Tensor]] = {}
-    for slot, leaf in zip(layout.slots, layout.structure.flatten_up_to(values), strict=True):
+    for slot, leaf in zip(layout.slots, tree.flatten_up_to(layout.structure, values), strict=True):
         if tuple(leaf.shape) != slot.shape:
             raise ValueError(f"{slot.name}: shape {tuple(leaf.shape)}, expected {slot.shape}")
         pieces = by_bucket.setdefault(slot.bucket, [])
@@ -142,15 +144,17 @@ def spread(values: Tree, params: Tree) -> Tree:
     if not isinstance(params, Flat):
         return values
     chosen: dict[str, tuple[str, Hashable]] = {}
-    for slot, value in zip(params.layout.slots, params.layout.structure.flatten_up_to(values), strict=True):
+    for slot, value in zip(params.layout.slots, tree.flatten_up_to(params.layout.structure, values), strict=True):
         name, other = chosen.setdefault(slot.bucket, (slot.name, value))
         if other != value:
-            raise ValueError(f"{slot.name} has {value!r} and {name} has {other!r}, but both lie in bucket {slot.bucket!r}")
-    return Flat({bucket: chosen[bucket][1] for bucket in params.buffers}, params.layout)  # type: ignore
+            raise ValueError(
+                f"{slot.name} has {value!r} and {name} has {other!r}, but both lie in bucket {slot.bucket!r}"
+            )
+    return Flat({bucket: chosen[bucket][1] for bucket in params.buffers}, params.layout)
 
 
 def stands_for(params: Tree) -> Tree:
-    """The tree that masks and labels are written for: ``params``, or the slots (name, shape, dtype) of a Flat's leaves."""
+    """The tree that masks and labels are written for: ``params``, or a Flat's slots (name, shape, dtype) as a tree."""
     return tree.unflatten(params.layout.structure, params.layout.slots) if isinstance(params, Flat) else params
 
 

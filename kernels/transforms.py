@@ -23,18 +23,23 @@ def is_differentiable(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def grad_and_value(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False) -> Callable[..., Any]:
+def grad_and_value(
+    fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bool = False
+) -> Callable[..., Any]:
     """``fn``'s gradient and value: ``(grads, value)``, or ``(grads, (value, aux))`` with ``has_aux``.
 
-    The gradient has the structure of the argument (a tuple of them for several ``argnums``), None where a leaf is not
-    differentiable. Raises TypeError when ``fn`` returns no 0-d tensor.
+    The gradient has the structure of the argument (a tuple of them for a tuple ``argnums``), None where a leaf is not
+    differentiable. Raises TypeError when ``fn`` returns no 0-d tensor, ValueError for ``argnums`` out of range or named
+    twice.
     """
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         wrt = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         for index in wrt:
             if not -len(args) <= index < len(args):
-                raise ValueError(f"argnums: {index} is out of range, fn was called with {len(args)} positional arguments")
+                raise ValueError(f"argnums: {index} is out of range, fn has {len(args)} positional arguments")
+        if len({index % len(args) for index in wrt}) < len(wrt):
+            raise ValueError(f"argnums: {argnums} names one argument twice")
         leaves, structure = tree.flatten(tuple(args[index] for index in wrt))
         places = [place for place, leaf in enumerate(leaves) if is_differentiable(leaf)]
         aux_structure: list[Any] = []
@@ -47,13 +52,16 @@ def grad_and_value(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, h
             for index, value in zip(wrt, tree.unflatten(structure, filled), strict=True):
                 call[index] = value
             result = fn(*call, **kwargs)
+            if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+                raise TypeError(f"fn must return (value, aux) with has_aux=True, got {type(result).__name__}")
             value, aux = result if has_aux else (result, None)
             _require_scalar(value)
             tensors, rebuild = _split_tensors(aux)
             aux_structure[:] = [rebuild]
             return value, tuple(tensors)
 
-        grads, (value, tensors) = torch.func.grad_and_value(flat, has_aux=True)(tuple(leaves[place] for place in places))
+        floats = tuple(leaves[place] for place in places)
+        grads, (value, tensors) = torch.func.grad_and_value(flat, has_aux=True)(floats)
         filled: list[Any] = [None] * len(leaves)
         for place, gradient in zip(places, grads, strict=True):
             filled[place] = gradient
@@ -76,7 +84,10 @@ def grad(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bo
 
 
 def vjp(fn: Callable[..., Any], *primals: Tree) -> tuple[Tree, Callable[[Tree], tuple[Tree, ...]]]:
-    """``fn(*primals)`` and the function from its cotangent to the primals' (None where not differentiable)."""
+    """``fn(*primals)`` and the function from its cotangent to the primals' (None where not differentiable).
+
+    The pullback raises ValueError for a cotangent whose structure is not that of the outputs.
+    """
     leaves, structure = tree.flatten(primals)
     places = [place for place, leaf in enumerate(leaves) if is_differentiable(leaf)]
     rebuilt: list[Any] = []
@@ -89,21 +100,27 @@ def vjp(fn: Callable[..., Any], *primals: Tree) -> tuple[Tree, Callable[[Tree], 
         rebuilt[:] = [out_structure]
         return tuple(outputs)
 
-    outputs, pull = torch.func.vjp(flat, *(leaves[place] for place in places))
+    outputs, pull = torch.func.vjp(flat, *(leaves[place] for place in places))[:2]
 
     def pullback(cotangent: Tree) -> tuple[Tree, ...]:
+        cotangents, given = tree.flatten(cotangent)
+        if given != rebuilt[0]:
+            raise ValueError(f"cotangent: structure {given}, expected that of the outputs, {rebuilt[0]}")
         filled: list[Any] = [None] * len(leaves)
-        for place, value in zip(places, pull(tuple(tree.leaves(cotangent))), strict=True):
+        for place, value in zip(places, pull(tuple(cotangents)), strict=True):
             filled[place] = value
         return tree.unflatten(structure, filled)
 
     return tree.unflatten(rebuilt[0], outputs), pullback
 
 
-def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: int = 0, chunk_size: int | None = None) -> Callable[..., Any]:
-    """``fn`` over a batch: ``in_axes`` is an int, None, or a tree (prefix) of them for each argument.
+def vmap(
+    fn: Callable[..., Any], in_axes: Any = 0, out_axes: int = 0, chunk_size: int | None = None
+) -> Callable[..., Any]:
+    """``fn`` over a batch: ``in_axes`` is an int, None, or a tuple with a tree (prefix) of them for each argument.
 
-    Leaves that are no tensors are handed through unbatched. Raises ValueError when nothing is batched.
+    Leaves that are no tensors are handed through unbatched. Raises ValueError when nothing is batched, and, naming the
+    leaves, where a batched dim is missing or two differ in size.
     """
 
     def wrapped(*args: Any) -> Any:
@@ -113,6 +130,7 @@ def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: int = 0, chunk_size
         leaves, structure = tree.flatten(args)
         dims = [dim for axis, arg in zip(axes, args, strict=True) for dim in _leaf_axes(axis, arg)]
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        _require_one_batch_size(args, leaves, dims)
         rebuilt: list[Any] = []
 
         def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -133,12 +151,29 @@ def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: int = 0, chunk_size
 
 
 def _leaf_axes(axis: Any, arg: Tree) -> list[int | None]:
-    if axis is None or isinstance(axis, int):
-        return [axis] * len(tree.leaves(arg))
-    is_none = {"is_leaf": lambda entry: entry is None}
     spread: list[int | None] = []
-    tree.map(lambda entry, sub: spread.extend(_leaf_axes(entry, sub)), axis, arg, **is_none)
+
+    def place(entry: Any, subtree: Tree) -> None:
+        if not (entry is None or isinstance(entry, int)):
+            raise TypeError(f"in_axes: expected int or None, got {entry!r}")
+        spread.extend([entry] * len(tree.leaves(subtree)))
+
+    tree.map(place, axis, arg, is_leaf=lambda entry: entry is None)
     return spread
+
+
+def _require_one_batch_size(args: Tree, leaves: list[Any], dims: list[int | None]) -> None:
+    sizes: dict[int, str] = {}
+    for name, leaf, dim in zip(tree.names(args), leaves, dims, strict=True):
+        if dim is None or not isinstance(leaf, torch.Tensor):
+            continue
+        if not -leaf.dim() <= dim < leaf.dim():
+            raise ValueError(f"in_axes: dim {dim} of argument {name}, which has shape {tuple(leaf.shape)}")
+        sizes.setdefault(leaf.shape[dim], name)
+    if len(sizes) > 1:
+        raise ValueError(
+            f"in_axes: the batched dims differ in size: { ({name: size for size, name in sizes.items()}) }"
+        )
 
 
 def _split_tensors(value: Tree) -> tuple[list[torch.Tensor], Callable[[Any], Tree]]:

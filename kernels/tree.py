@@ -7,6 +7,7 @@ sorted) and for their names: the path of a leaf joined by dots, ``blocks.0.attn.
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
@@ -27,14 +28,19 @@ def map(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any]
 
     Raises ValueError, naming the place, where a tree of ``rest`` has another structure.
     """
-    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+    try:
+        return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE)
+    except ValueError:
+        _raise_mismatch("tree", tree, *rest, is_leaf=is_leaf)
+        raise
 
 
-def map_with_name(fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
+def map_with_name(
+    fn: Callable[..., Any], tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> Tree:
     """``map`` whose ``fn`` gets the leaf's dotted name first."""
-    return optree.tree_map_with_path(
-        lambda path, *leaves: fn(_join(path), *leaves), tree, *rest, is_leaf=is_leaf, namespace=NAMESPACE
-    )
+    named = iter(names(tree, is_leaf))
+    return map(lambda *leaves: fn(next(named), *leaves), tree, *rest, is_leaf=is_leaf)
 
 
 def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
@@ -45,6 +51,18 @@ def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[l
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
     """The tree of ``structure`` with these leaves; raises ValueError when their number differs."""
     return optree.tree_unflatten(structure, leaves)
+
+
+def flatten_up_to(structure: Structure, tree: Tree) -> list[Any]:
+    """What stands in ``tree`` at the places of ``structure``'s leaves: leaves, or whole subtrees.
+
+    Raises ValueError, naming the place, where ``tree`` has another structure there.
+    """
+    try:
+        return structure.flatten_up_to(tree)
+    except ValueError:
+        _raise_mismatch("tree", unflatten(structure, range(structure.num_leaves)), tree)
+        raise
 
 
 def leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
@@ -59,7 +77,7 @@ def structure(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Struc
 
 def names(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
     """The dotted name of each leaf, in the order of ``leaves``."""
-    return [_join(path) for path in optree.tree_paths(tree, is_leaf=is_leaf, namespace=NAMESPACE)]
+    return [_join(path) for path in optree.tree_accessors(tree, is_leaf=is_leaf, namespace=NAMESPACE)]
 
 
 def named_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
@@ -90,7 +108,10 @@ def partition(tree: Tree, mask: Mask) -> tuple[Tree, Tree]:
 
 
 def combine(*trees: Tree) -> Tree:
-    """Put partitions back together: at each place the first leaf that is not None."""
+    """Put partitions back together: at each place the first leaf that is not None.
+
+    Raises ValueError, naming the place, where the trees have different structures.
+    """
 
     def is_none(leaf: Any) -> bool:
         return leaf is None
@@ -98,7 +119,11 @@ def combine(*trees: Tree) -> Tree:
     def first(*candidates: Any) -> Any:
         return next((leaf for leaf in candidates if leaf is not None), None)
 
-    return optree.tree_map(first, *trees, is_leaf=is_none, none_is_leaf=True, namespace=NAMESPACE)
+    try:
+        return optree.tree_map(first, *trees, is_leaf=is_none, none_is_leaf=True, namespace=NAMESPACE)
+    except ValueError:
+        _raise_mismatch("tree", *trees, is_leaf=is_none)
+        raise
 
 
 def as_mask(tree: Tree, mask: Mask) -> Tree:
@@ -110,7 +135,11 @@ def as_mask(tree: Tree, mask: Mask) -> Tree:
     for name, leaf in named_leaves(given).items():
         if not isinstance(leaf, bool):
             raise TypeError(f"mask: the leaf {name!r} is {type(leaf).__name__}, expected bool")
-    return optree.tree_broadcast_prefix(given, tree, namespace=NAMESPACE)
+    try:
+        return optree.tree_broadcast_prefix(given, tree, namespace=NAMESPACE)
+    except ValueError:
+        _raise_mismatch("mask", given, tree)
+        raise
 
 
 def by_name(pattern: str) -> Callable[[Tree], Tree]:
@@ -122,23 +151,30 @@ def by_name(pattern: str) -> Callable[[Tree], Tree]:
 def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = ()) -> type[T]:
     """Make a frozen dataclass a node, for optree and for torch's own pytrees; ``static`` fields go with the structure.
 
-    Static fields must be hashable and comparable, since they are part of what a jitted function is keyed on.
+    Static fields must be hashable and comparable, since they are part of what a jitted function is keyed on. Raises
+    TypeError where children and static together are not exactly the fields of the class.
     """
+    node_class: Any = cls
+    fields = [field.name for field in dataclasses.fields(node_class)]
+    if sorted((*children, *static)) != sorted(fields):
+        raise TypeError(
+            f"register: {cls.__name__} has the fields {fields}, got children {children} and static {static}"
+        )
 
-    def to_children(node: T) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
+    def to_children(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
         return (
             tuple(getattr(node, name) for name in children),
             tuple(getattr(node, name) for name in static),
             children,
         )
 
-    def from_children(meta: tuple[Any, ...], values: Iterable[Any]) -> T:
+    def from_children(meta: Any, values: Iterable[Any]) -> Any:
         node = object.__new__(cls)
         for name, value in zip((*children, *static), (*values, *meta), strict=True):
             object.__setattr__(node, name, value)
         return node
 
-    optree.register_pytree_node(cls, to_children, from_children, namespace=NAMESPACE)
+    optree.register_pytree_node(node_class, to_children, from_children, namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
         lambda node: (list(to_children(node)[0]), to_children(node)[1]),
@@ -148,5 +184,12 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     return cls
 
 
-def _join(path: tuple[Any, ...]) -> str:
-    return ".".join(str(entry) for entry in path)
+def _join(path: Iterable[Any]) -> str:
+    return ".".join(str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry) for entry in path)
+
+
+def _raise_mismatch(argument: str, tree: Tree, *rest: Tree, is_leaf: Callable[[Any], bool] | None = None) -> None:
+    """Raise ValueError with the path of the first place where ``tree`` is no prefix of one of ``rest``."""
+    for other in rest:
+        for error in optree.prefix_errors(tree, other, is_leaf=is_leaf, namespace=NAMESPACE):
+            raise error(argument) from None

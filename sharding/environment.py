@@ -14,11 +14,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Environment:
-    """Named axes in scope (name -> axis), the precision policy, and the sharding plan of functionalized models."""
+    """Named axes in scope (name -> axis), and how regions are treated.
+
+    ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint graph is traced to be cut, so named
+    values leave a mark in it.
+    """
 
     axes: dict[str, Any] = field(default_factory=dict)
-    policy: Any = None
-    plan: Any = None
+    outline: bool = False
+    marks: bool = False
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a graph traced in this environment depends on, hashable."""
+        return (tuple(self.axes.items()), self.outline)
 
 
 _current: ContextVar[Environment] = ContextVar("axis_environment", default=Environment())
@@ -35,5 +44,15 @@ def bind(**changes: Any) -> Iterator[Environment]:
     token = _current.set(replace(_current.get(), **changes))
     try:
         yield _current.get()
+    finally:
+        _current.reset(token)
+
+
+@contextlib.contextmanager
+def restore(environment: Environment) -> Iterator[None]:
+    """Bind a whole environment, as it was read earlier."""
+    token = _current.set(environment)
+    try:
+        yield
     finally:
         _current.reset(token)

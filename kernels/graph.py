@@ -1,0 +1,231 @@
+"""Graphs: trace a function over flat tensors, cut a joint graph in two, compile one. All private torch API stands here.
+
+A graph is a torch.fx.GraphModule of ATen ops that takes tensors and returns a list of tensors. Tracing runs the Python
+once on fake tensors (make_fx), so that any Python goes.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import hashlib
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+T = TypeVar("T")
+Runnable = Callable[..., list[torch.Tensor]]
+
+
+def trace(fn: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], decompose: bool = False) -> GraphModule:
+    """The ATen graph of ``fn(*examples)``, on fake tensors: nothing is computed, examples give shapes and dtypes alone.
+
+    ``decompose`` breaks composite ops into the compiler's own, as the partitioner expects.
+    """
+    table: Any = None
+    if decompose:
+        from torch._inductor.decomposition import select_decomp_table
+
+        table = select_decomp_table()
+    with torch.no_grad():
+        traced = make_fx(
+            lambda *leaves: list(fn(*leaves)), decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True
+        )(*examples)
+    traced.graph.eliminate_dead_code()
+    traced.recompile()
+    return traced
+
+
+def empty_like_outside(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta description of a (wrapped, fake or real) tensor that can leave every transform: shape, strides, dtype."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def outside_transforms(fn: Callable[[], T]) -> T:
+    """``fn()`` outside every active transform and mode, in the present context variables.
+
+    torch keeps vmap and grad levels and dispatch modes by thread, so a fresh thread is outside all of them.
+    """
+    context = contextvars.copy_context()
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(context.run(fn))
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="trace")
+    thread.start()
+    thread.join()
+    if failure:
+        raise failure[0]
+    return result[0]
+
+
+def transforms() -> tuple[str, ...]:
+    """The active torch.func transforms, outermost first: "Grad", "Vmap", "Jvp", "Functionalize"."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return tuple(interpreter.key().name for interpreter in stack)
+
+
+def is_tracing() -> bool:
+    """Whether a dispatch mode (a trace on fake tensors) is active."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node], bool]) -> tuple[GraphModule, GraphModule, list[int]]:
+    """Cut a joint graph ``(primals, tangents) -> (outputs, grads)`` into forward and backward.
+
+    Returns forward: ``primals -> outputs + residuals``; backward: ``kept primals + residuals + tangents -> grads``; and
+    the indices of the kept primals. A value of the forward that the backward needs is a residual where
+    ``saveable(node)``, else it is computed again from what is saved.
+    """
+    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    results = list(next(node for node in joint.graph.nodes if node.op == "output").args[0])
+    tangents, after_tangents = placeholders[primals:], set(placeholders[primals:])
+    for node in joint.graph.nodes:
+        if any(parent in after_tangents for parent in node.all_input_nodes):
+            after_tangents.add(node)
+    kept: dict[Node, None] = {}
+    residuals: dict[Node, None] = {}
+    seen: set[Node] = set()
+    pending = [node for node in results[outputs:] if isinstance(node, Node)]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            if node not in after_tangents:
+                kept[node] = None
+        elif node not in after_tangents and _is_tensor(node) and saveable(node):
+            residuals[node] = None
+        else:
+            pending.extend(node.all_input_nodes)
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    saved_inputs = sorted(kept, key=order.__getitem__)
+    saved = sorted(residuals, key=order.__getitem__)
+    forward = _extract(joint, placeholders[:primals], [*results[:outputs], *saved])
+    backward = _extract(joint, [*saved_inputs, *saved, *tangents], results[outputs:])
+    return forward, backward, [placeholders.index(node) for node in saved_inputs]
+
+
+def min_cut(joint: GraphModule, primals: int, outputs: int) -> tuple[GraphModule, GraphModule, list[int]]:
+    """``cut`` at the least memory traffic: cheap elementwise values are computed again inside the backward's kernels.
+
+    The values to save are those of torch's min-cut partitioner (Chen et al., functorch's AOTAutograd).
+    """
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    renamed = _with_partitioner_names(joint, primals)
+    examples = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    forward, _ = min_cut_rematerialization_partition(
+        renamed, (examples[:primals], examples[primals:]), num_fwd_outputs=outputs
+    )
+    results = list(next(node for node in forward.graph.nodes if node.op == "output").args[0])
+    chosen = {node.name for node in results[outputs:] if isinstance(node, Node) and node.op != "placeholder"}
+    return cut(joint, primals, outputs, lambda node: node.name in chosen)
+
+
+def fingerprint(graph: GraphModule) -> str:
+    """A name for what the graph computes: its code, the shapes and devices it was traced for, and its constants."""
+    digest = hashlib.sha256(graph.code.encode())
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            value = node.meta["val"]
+            digest.update(repr((tuple(value.shape), value.stride(), value.dtype, value.device)).encode())
+        elif node.op == "get_attr" and isinstance(constant := getattr(graph, str(node.target), None), torch.Tensor):
+            raw = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+    return digest.hexdigest()[:24]
+
+
+def compile(graph: GraphModule, examples: Sequence[torch.Tensor], options: dict[str, Any] | None = None) -> Runnable:
+    """The graph compiled by Inductor: called on flat tensors with no guards. Inputs that the graph mutates are mutated.
+
+    Where no C++ compiler is found the graph itself is returned, after one warning: the same numbers, slower.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    if any(example.device.type == "cpu" for example in examples) and not has_cpp_compiler():
+        return graph
+    with torch.no_grad():
+        return compile_fx(graph, list(examples), config_patches=options)
+
+
+@functools.cache
+def has_cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler for CPU code; warns, once, when it does not."""
+    from torch._inductor import exc
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except (exc.InvalidCxxCompiler, RuntimeError):
+        warnings.warn(
+            "jit: no C++ compiler was found, so traced graphs run uncompiled on CPU (the same numbers, slower); install "
+            "g++ or set CXX",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def examples_of(graph: GraphModule) -> list[torch.Tensor]:
+    """The fake tensors that a graph was traced on."""
+    return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+
+
+def results_of(graph: GraphModule) -> list[Any]:
+    """The fake tensors that a graph returns, None where it returns None."""
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    return [node.meta["val"] if isinstance(node, Node) else node for node in output.args[0]]
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _extract(joint: GraphModule, inputs: Iterable[Node], results: Sequence[Any]) -> GraphModule:
+    """The part of a graph that computes ``results`` from ``inputs``."""
+    needed: set[Node] = set()
+    inputs = list(inputs)
+    pending = [node for node in results if isinstance(node, Node)]
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            if node not in inputs:
+                pending.extend(node.all_input_nodes)
+    graph, copies = Graph(), {}
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in joint.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output([copies[node] if isinstance(node, Node) else node for node in results])
+    return GraphModule(joint, graph)
+
+
+def _with_partitioner_names(joint: GraphModule, primals: int) -> GraphModule:
+    """A copy whose placeholders bear the names that torch's partitioners look for."""
+    graph, copies = Graph(), {}
+    for place, node in enumerate(n for n in joint.graph.nodes if n.op == "placeholder"):
+        name = f"primals_{place + 1}" if place < primals else f"tangents_{place - primals + 1}"
+        copies[node] = graph.placeholder(name)
+        copies[node].meta = dict(node.meta)
+    for node in joint.graph.nodes:
+        if node.op == "output":
+            graph.output([copies[arg] if isinstance(arg, Node) else arg for arg in node.args[0]])
+        elif node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node].name = node.name
+    return GraphModule(joint, graph)

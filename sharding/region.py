@@ -1,0 +1,223 @@
+"""Regions: a function as a pair of flat graphs, forward with residuals and backward, traced once and called many times.
+
+A block that repeats, a remat and a pipeline stage are the same thing: a pure function whose joint graph (forward and
+pullback) is traced from abstract shapes, outside all transforms, and cut in two. Inside a jit the two graphs are called
+through one opaque op, so that the surrounding graph does not grow with depth and each region is compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from functional_booster.kernels import graph as graphs
+from functional_booster.kernels import transforms, tree
+
+from .environment import bind, current
+
+Tree = tree.Tree
+Policy = Callable[[Node], bool]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A region for one signature: the names of its two graphs, and how residuals and results are laid out."""
+
+    forward: str
+    backward: str
+    outputs: int
+    kept: tuple[int, ...]
+    wanted: tuple[bool, ...]
+    structure: tree.Structure
+    outline: bool
+
+
+@dataclass
+class Program:
+    """A graph by name: as traced, and compiled once somebody asked for it."""
+
+    graph: GraphModule
+    compiled: graphs.Runnable | None = None
+    results: list[torch.Tensor] = field(default_factory=list)
+
+    def run(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        return list((self.compiled or self.graph)(*inputs))
+
+
+programs: dict[str, Program] = {}  # by content, so that equal blocks of two models share one compiled program
+
+_library = torch.library.Library("functional_booster_region", "DEF")
+_library.define("call(str name, Tensor[] inputs) -> Tensor[]")
+_library.impl("call", lambda name, inputs: programs[name].run(inputs), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "functional_booster_region::call",
+    lambda name, inputs: [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in programs[name].results
+    ],
+)
+call_op = torch.ops.functional_booster_region.call.default
+
+_library.define("mark(Tensor x, str name) -> Tensor")
+_library.impl("mark", lambda x, name: x.clone(), "CompositeExplicitAutograd")
+torch.library.register_fake("functional_booster_region::mark", lambda x, name: torch.empty_like(x))
+mark_op = torch.ops.functional_booster_region.mark.default
+
+
+class _Mark(torch.autograd.Function):
+    """Forward and backward: the identity; leaves a named node in a joint graph, which is gone once that is cut."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, name: str) -> torch.Tensor:
+        return mark_op(x, name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return cotangent, None
+
+
+def mark(x: torch.Tensor, name: str) -> torch.Tensor:
+    """``x``, named in the joint graph of the region that is being traced, if any."""
+    return _Mark.apply(x, name) if current().marks else x
+
+
+def region(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    """``fn(*trees) -> tree``, outlined inside a jit: its forward and backward are traced and compiled once a signature.
+
+    Every tensor must come in as an argument. Outside a jit, and under vmap, jvp or a second grad, it is ``fn`` itself.
+    """
+    cache: dict[Any, Pair] = {}
+
+    def wrapped(*args: Tree) -> Tree:
+        if not (current().outline and graphs.transforms() in ((), ("Grad",))):
+            return fn(*args)
+        return call(fn, args, cache, None, outline=True)
+
+    return wrapped
+
+
+def call(fn: Callable[..., Tree], args: tuple[Tree, ...], cache: dict[Any, Pair], policy: Policy | None, outline: bool) -> Tree:
+    """``fn(*args)`` through its two graphs. ``policy`` says what may be saved; None: the least memory traffic."""
+    leaves, structure = tree.flatten(args)
+    places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+    tensors = [leaves[place] for place in places]
+    wanted = tuple(transforms.is_differentiable(tensor) and tensor.requires_grad for tensor in tensors)
+    others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+    signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
+    key = (structure, places, signature, wanted, others, current().key)
+    if key not in cache:
+        described = [graphs.empty_like_outside(tensor) for tensor in tensors]
+        devices = [tensor.device for tensor in tensors]
+
+        def refilled(*values: torch.Tensor) -> Tree:
+            filled = list(leaves)
+            for place, value in zip(places, values, strict=True):
+                filled[place] = value
+            return fn(*tree.unflatten(structure, filled))
+
+        cache[key] = graphs.outside_transforms(lambda: _build(refilled, described, devices, wanted, policy, outline))
+    pair = cache[key]
+    results = _Region.apply(pair, *tensors)
+    return tree.unflatten(pair.structure, results[: pair.outputs])
+
+
+def program_names(graph: GraphModule) -> list[str]:
+    """The names of the programs that a graph calls, each once, in order."""
+    found = dict.fromkeys(node.args[0] for node in graph.graph.nodes if node.target is call_op)
+    return list(found)
+
+
+def _build(
+    fn: Callable[..., Tree],
+    described: list[torch.Tensor],
+    devices: list[torch.device],
+    wanted: tuple[bool, ...],
+    policy: Policy | None,
+    outline: bool,
+) -> Pair:
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        examples = [
+            torch.empty_strided(d.shape, d.stride(), dtype=d.dtype, device=device)
+            for d, device in zip(described, devices, strict=True)
+        ]
+        outputs = tree.flatten(fn(*examples))
+        structure, tangents = outputs[1], [torch.empty_like(out) for out in outputs[0]]
+    number = len(examples)
+
+    def joint(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        primals, cotangents = leaves[:number], leaves[number:]
+        floats = [value for value, want in zip(primals, wanted, strict=True) if want]
+
+        def of_wanted(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            left = iter(values)
+            return tuple(
+                tree.leaves(fn(*(next(left) if want else value for value, want in zip(primals, wanted, strict=True))))
+            )
+
+        results, pull = torch.func.vjp(of_wanted, *floats)
+        return [*results, *pull(tuple(cotangents))]
+
+    def forward_only(*leaves: torch.Tensor) -> list[torch.Tensor]:
+        return tree.leaves(fn(*leaves))
+
+    if not any(wanted):
+        forward = graphs.trace(forward_only, examples)
+        return Pair(_register(forward), "", len(tangents), (), wanted, structure, outline)
+    with bind(marks=policy is not None, outline=False):
+        traced = graphs.trace(joint, [*examples, *tangents], decompose=policy is None)
+    if policy is None:
+        forward, backward, kept = graphs.min_cut(traced, number, len(tangents))
+    else:
+        forward, backward, kept = graphs.cut(traced, number, len(tangents), policy)
+    for graph in (forward, backward):
+        _drop_marks(graph)
+    return Pair(_register(forward), _register(backward), len(tangents), tuple(kept), wanted, structure, outline)
+
+
+def _drop_marks(graph: GraphModule) -> None:
+    for node in list(graph.graph.nodes):
+        if node.target is mark_op:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _register(graph: GraphModule) -> str:
+    name = graphs.fingerprint(graph)
+    programs.setdefault(name, Program(graph, results=graphs.results_of(graph)))
+    return name
+
+
+def _run(pair: Pair, name: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return call_op(name, inputs) if pair.outline else programs[name].run(inputs)
+
+
+class _Region(torch.autograd.Function):
+    """Forward: the outputs and the residuals; backward: the gradients of the inputs that want one."""
+
+    @staticmethod
+    def forward(pair: Pair, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_run(pair, pair.forward, list(tensors)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pair, tensors = inputs[0], inputs[1:]
+        residuals = output[pair.outputs :]
+        ctx.pair = pair
+        ctx.mark_non_differentiable(*residuals)
+        ctx.save_for_backward(*(tensors[index] for index in pair.kept), *residuals)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pair = ctx.pair
+        grads = iter(_run(pair, pair.backward, [*ctx.saved_tensors, *cotangents[: pair.outputs]]))
+        return (None, *(next(grads) if want else None for want in pair.wanted))
