@@ -12,6 +12,7 @@ import hashlib
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -80,21 +81,40 @@ def is_tracing() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node], bool]) -> tuple[GraphModule, GraphModule, list[int]]:
-    """Cut a joint graph ``(primals, tangents) -> (outputs, grads)`` into forward and backward.
+def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the tensors are views of one storage (right for fake tensors, too)."""
+    return torch._C._is_alias_of(first, second)
 
-    Returns forward: ``primals -> outputs + residuals``; backward: ``kept primals + residuals + tangents -> grads``; and
-    the indices of the kept primals. A value of the forward that the backward needs is a residual where
-    ``saveable(node)``, else it is computed again from what is saved.
+
+@dataclass(frozen=True)
+class Cut:
+    """The two halves of a joint graph ``(primals, tangents) -> (outputs, grads)``.
+
+    ``forward``: primals -> outputs + more residuals; ``backward``: kept primals + residuals + tangents -> grads.
+    ``kept`` indexes the primals, ``residuals`` the forward's results. No result of the forward aliases an input or
+    another result.
+    """
+
+    forward: GraphModule
+    backward: GraphModule
+    kept: tuple[int, ...]
+    residuals: tuple[int, ...]
+
+
+def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node], bool]) -> Cut:
+    """Cut a joint graph in two. A value of the forward that the backward needs is saved where ``saveable(node)``.
+
+    Everything else that it needs is computed again from what is saved. Of a view, its base is saved.
     """
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
-    results = list(next(node for node in joint.graph.nodes if node.op == "output").args[0])
-    tangents, after_tangents = placeholders[primals:], set(placeholders[primals:])
+    tangents = placeholders[primals:]
+    results = _own_results(joint, outputs)
+    later = set(tangents)
     for node in joint.graph.nodes:
-        if any(parent in after_tangents for parent in node.all_input_nodes):
-            after_tangents.add(node)
-    kept: dict[Node, None] = {}
-    residuals: dict[Node, None] = {}
+        if any(parent in later for parent in node.all_input_nodes):
+            later.add(node)
+    wanted = {_base(node) for node in joint.graph.nodes if node not in later and _is_tensor(node) and saveable(node)}
+    saved: set[Node] = set()
     seen: set[Node] = set()
     pending = [node for node in results[outputs:] if isinstance(node, Node)]
     while pending:
@@ -102,34 +122,41 @@ def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node
         if node in seen:
             continue
         seen.add(node)
-        if node.op == "placeholder":
-            if node not in after_tangents:
-                kept[node] = None
-        elif node not in after_tangents and _is_tensor(node) and saveable(node):
-            residuals[node] = None
+        if node not in later and (node in wanted or node.op == "placeholder"):
+            saved.add(node)
         else:
             pending.extend(node.all_input_nodes)
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
-    saved_inputs = sorted(kept, key=order.__getitem__)
-    saved = sorted(residuals, key=order.__getitem__)
-    forward = _extract(joint, placeholders[:primals], [*results[:outputs], *saved])
-    backward = _extract(joint, [*saved_inputs, *saved, *tangents], results[outputs:])
-    return forward, backward, [placeholders.index(node) for node in saved_inputs]
+    kept = [node for node in placeholders[:primals] if node in saved]
+    residuals = [node for node in joint.graph.nodes if node in saved and node.op != "placeholder"]
+    returned = list(dict.fromkeys([*results[:outputs], *residuals]))
+    return Cut(
+        _extract(joint, placeholders[:primals], returned),
+        _extract(joint, [*kept, *residuals, *tangents], results[outputs:]),
+        tuple(placeholders.index(node) for node in kept),
+        tuple(returned.index(node) for node in residuals),
+    )
 
 
-def min_cut(joint: GraphModule, primals: int, outputs: int) -> tuple[GraphModule, GraphModule, list[int]]:
+def own_results(graph: GraphModule) -> GraphModule:
+    """The graph with no result that aliases an input or another result, as an opaque op must have it."""
+    output = next(node for node in graph.graph.nodes if node.op == "output")
+    output.args = (_own_results(graph, len(output.args[0])),)
+    graph.recompile()
+    return graph
+
+
+def min_cut(joint: GraphModule, primals: int, outputs: int) -> Cut:
     """``cut`` at the least memory traffic: cheap elementwise values are computed again inside the backward's kernels.
 
-    The values to save are those of torch's min-cut partitioner (Chen et al., functorch's AOTAutograd).
+    The values to save are those of torch's min-cut partitioner (the one of AOTAutograd).
     """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    renamed = _with_partitioner_names(joint, primals)
-    examples = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
+    examples = examples_of(joint)
     forward, _ = min_cut_rematerialization_partition(
-        renamed, (examples[:primals], examples[primals:]), num_fwd_outputs=outputs
+        _with_partitioner_names(joint, primals), (examples[:primals], examples[primals:]), num_fwd_outputs=outputs
     )
-    results = list(next(node for node in forward.graph.nodes if node.op == "output").args[0])
+    results = next(node for node in forward.graph.nodes if node.op == "output").args[0]
     chosen = {node.name for node in results[outputs:] if isinstance(node, Node) and node.op != "placeholder"}
     return cut(joint, primals, outputs, lambda node: node.name in chosen)
 
@@ -187,6 +214,26 @@ def results_of(graph: GraphModule) -> list[Any]:
     """The fake tensors that a graph returns, None where it returns None."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
     return [node.meta["val"] if isinstance(node, Node) else node for node in output.args[0]]
+
+
+def _base(node: Node) -> Node:
+    """The value that a chain of views looks at."""
+    while node.op == "call_function" and getattr(node.target, "is_view", False):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _own_results(joint: GraphModule, outputs: int) -> list[Any]:
+    """The results, where each of the first ``outputs`` is a value of its own: no input, no view, none twice."""
+    output = next(node for node in joint.graph.nodes if node.op == "output")
+    results = list(output.args[0])
+    for place in range(outputs):
+        node = results[place]
+        if node.op == "placeholder" or _base(node) is not node or node in results[:place]:
+            with joint.graph.inserting_before(output):
+                results[place] = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
+            results[place].meta = dict(node.meta)
+    return results
 
 
 def _is_tensor(node: Node) -> bool:

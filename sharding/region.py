@@ -31,6 +31,7 @@ class Pair:
     backward: str
     outputs: int
     kept: tuple[int, ...]
+    residuals: tuple[int, ...]
     wanted: tuple[bool, ...]
     structure: tree.Structure
     outline: bool
@@ -170,25 +171,25 @@ def _build(
         return tree.leaves(fn(*leaves))
 
     if not any(wanted):
-        forward = graphs.trace(forward_only, examples)
-        return Pair(_register(forward), "", len(tangents), (), wanted, structure, outline)
+        forward = graphs.own_results(graphs.trace(forward_only, examples))
+        return Pair(_register(forward), "", len(tangents), (), (), wanted, structure, outline)
     with bind(marks=policy is not None, outline=False):
         traced = graphs.trace(joint, [*examples, *tangents], decompose=policy is None)
     if policy is None:
-        forward, backward, kept = graphs.min_cut(traced, number, len(tangents))
+        halves = graphs.min_cut(traced, number, len(tangents))
     else:
-        forward, backward, kept = graphs.cut(traced, number, len(tangents), policy)
-    for graph in (forward, backward):
-        _drop_marks(graph)
-    return Pair(_register(forward), _register(backward), len(tangents), tuple(kept), wanted, structure, outline)
+        halves = graphs.cut(traced, number, len(tangents), policy)
+    names = [_register(_without_marks(graph)) for graph in (halves.forward, halves.backward)]
+    return Pair(*names, len(tangents), halves.kept, halves.residuals, wanted, structure, outline)
 
 
-def _drop_marks(graph: GraphModule) -> None:
+def _without_marks(graph: GraphModule) -> GraphModule:
     for node in list(graph.graph.nodes):
         if node.target is mark_op:
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
     graph.recompile()
+    return graph
 
 
 def _register(graph: GraphModule) -> str:
@@ -211,10 +212,9 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         pair, tensors = inputs[0], inputs[1:]
-        residuals = output[pair.outputs :]
         ctx.pair = pair
-        ctx.mark_non_differentiable(*residuals)
-        ctx.save_for_backward(*(tensors[index] for index in pair.kept), *residuals)
+        ctx.mark_non_differentiable(*output[pair.outputs :])
+        ctx.save_for_backward(*(tensors[index] for index in pair.kept), *(output[index] for index in pair.residuals))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

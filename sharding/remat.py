@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,7 @@ def nothing_saveable(node: Node) -> bool:
 
 def dots_saveable(node: Node) -> bool:
     """Save the results of matrix products, convolutions and attention; compute everything else again."""
-    return node.target in _dots
+    return node.target in _dots or (node.target is operator.getitem and node.args[0].target in _dots)
 
 
 def save_only_these_names(*names: str) -> Policy:

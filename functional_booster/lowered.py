@@ -1,0 +1,133 @@
+"""Lowered: a traced graph that a person can read, and what it will cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.utils.flop_counter import flop_registry
+
+from functional_booster.kernels import graph as graphs
+from functional_booster.sharding import region
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a graph by kind; ``temporary`` is the largest sum of values alive at once, arguments left out."""
+
+    arguments: int
+    donated: int
+    results: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of arguments and temporaries together, at worst."""
+        return self.arguments + self.temporary
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The graph of one call. ``names`` are its tensors' names, in order; ``donated`` says whose storage is taken over."""
+
+    name: str
+    module: GraphModule
+    names: tuple[str, ...]
+    donated: tuple[bool, ...]
+
+    @property
+    def graph(self) -> Graph:
+        """The torch.fx graph of ATen ops: ``print(lowered.graph)``."""
+        return self.module.graph
+
+    @property
+    def regions(self) -> dict[str, Graph]:
+        """The graphs of the regions that this one calls, by name."""
+        return {name: region.programs[name].graph.graph for name in region.program_names(self.module)}
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of matrix products, convolutions and attention (a multiply and an add are two)."""
+        return _flops(self.module)
+
+    @property
+    def memory(self) -> Memory:
+        """An estimate before compilation, which may fuse temporaries away; recomputed or reordered values are not known."""
+        examples = graphs.examples_of(self.module)
+        return Memory(
+            arguments=sum(map(_nbytes, examples)),
+            donated=sum(_nbytes(x) for x, given in zip(examples, self.donated, strict=True) if given),
+            results=sum(_nbytes(x) for x in graphs.results_of(self.module) if x is not None),
+            temporary=_peak(self.module),
+        )
+
+    def compile(self, options: dict[str, Any] | None = None) -> graphs.Runnable:
+        """The compiled function of flat tensors; the regions are compiled first, each once in a process."""
+        for name in region.program_names(self.module):
+            program = region.programs[name]
+            if program.compiled is None:
+                program.compiled = graphs.compile(program.graph, graphs.examples_of(program.graph), options)
+        return graphs.compile(self.module, graphs.examples_of(self.module), options)
+
+    def __str__(self) -> str:
+        memory = self.memory
+        head = (
+            f"{self.name}: {len(self.graph.nodes)} nodes, {len(self.regions)} regions, {self.flops / 1e9:.3g} GFLOP, "
+            f"{memory.arguments / 2**20:.1f} MiB of arguments, {memory.temporary / 2**20:.1f} MiB of temporaries"
+        )
+        return f"{head}\n{self.module.code}"
+
+
+def _flops(module: GraphModule) -> int:
+    total = 0
+    for node in module.graph.nodes:
+        if node.target is region.call_op:
+            total += _flops(region.programs[node.args[0]].graph)
+        elif node.op == "call_function" and (formula := flop_registry.get(getattr(node.target, "overloadpacket", None))):
+            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return total
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size()
+    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _peak(module: GraphModule) -> int:
+    """The largest sum of bytes of values that are alive at once. A view counts as nothing and keeps its base alive."""
+    order = list(module.graph.nodes)
+    base: dict[Node, Node] = {}
+    for node in order:
+        is_view = node.op == "call_function" and getattr(node.target, "is_view", False)
+        base[node] = base[node.all_input_nodes[0]] if is_view and node.all_input_nodes else node
+    last_use = {base[node]: place for place, node in enumerate(order)}
+    for place, node in enumerate(order):
+        for parent in node.all_input_nodes:
+            last_use[base[parent]] = max(last_use[base[parent]], place)
+    ends: dict[int, list[Node]] = {}
+    for node, place in last_use.items():
+        ends.setdefault(place, []).append(node)
+    alive = peak = 0
+    for place, node in enumerate(order):
+        owns = base[node] is node and node.op == "call_function" and node.target is not torch.ops.aten.copy_.default
+        alive += _nbytes(node.meta.get("val")) if owns and not _is_part(node) else 0
+        peak = max(peak, alive + (_region_peak(node) if node.target is region.call_op else 0))
+        for dead in ends.get(place, []):
+            if dead.op == "call_function" and dead.target is not torch.ops.aten.copy_.default and not _is_part(dead):
+                alive -= _nbytes(dead.meta.get("val"))
+    return peak
+
+
+def _is_part(node: Node) -> bool:
+    """An element taken out of a list of results, which are counted where they are made."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def _region_peak(node: Node) -> int:
+    return _peak(region.programs[str(node.args[0])].graph)
+
+
