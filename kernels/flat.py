@@ -37,6 +37,7 @@ class Slot:
         return math.prod(self.shape)
 
 
+@tree.hash_once
 @dataclass(frozen=True)
 class Layout:
     """Which leaf lies where: a static, hashable value. ``slots`` are in the order of the tree's leaves."""
@@ -101,9 +102,16 @@ def plan(abstract: Tree, labels: Tree) -> Layout:
 
 
 def ravel(values: Tree, layout: Layout) -> Flat:
-    """Copy the leaves into their places; padding is zero. Raises ValueError where a leaf's shape is not the slot's."""
+    """Copy the leaves into their places; padding is zero. A bucket whose leaves are all None is None.
+
+    Raises ValueError where a leaf's shape is not the slot's.
+    """
+    leaves = tree.flatten_up_to(layout.structure, values)
     by_bucket: dict[str, list[torch.Tensor]] = {}
-    for slot, leaf in zip(layout.slots, tree.flatten_up_to(layout.structure, values), strict=True):
+    absent = {slot.bucket for slot, leaf in zip(layout.slots, leaves, strict=True) if leaf is None}
+    for slot, leaf in zip(layout.slots, leaves, strict=True):
+        if leaf is None:
+            continue
         if tuple(leaf.shape) != slot.shape:
             raise ValueError(f"{slot.name}: shape {tuple(leaf.shape)}, expected {slot.shape}")
         pieces = by_bucket.setdefault(slot.bucket, [])
@@ -117,16 +125,21 @@ def ravel(values: Tree, layout: Layout) -> Flat:
         bucket: (torch.cat(pieces) if layout.buckets[bucket][0].offset is not None else pieces[0].clone())
         for bucket, pieces in by_bucket.items()
     }
-    return Flat(dict(sorted(joined.items())), layout)
+    if both := absent & joined.keys():
+        raise ValueError(f"some leaves of the bucket {sorted(both)[0]!r} are None and some are not")
+    return Flat({bucket: joined.get(bucket) for bucket in layout.buckets}, layout)
 
 
 def unravel(flat: Flat) -> Tree:
-    """The tree, as views of the buffers. Forward: split; transpose: concatenate, zeros where a leaf was not used."""
-    by_name: dict[str, torch.Tensor] = {}
+    """The tree, as views of the buffers, None for a bucket that is None.
+
+    Forward: split; transpose: concatenate, zeros where a leaf was not used.
+    """
+    by_name: dict[str, torch.Tensor | None] = {}
     for bucket, slots in flat.layout.buckets.items():
         buffer = flat.buffers[bucket]
-        if slots[0].offset is None:
-            by_name[slots[0].name] = buffer
+        if buffer is None or slots[0].offset is None:
+            by_name.update((slot.name, buffer) for slot in slots)
             continue
         lead = tuple(buffer.shape[:-1])
         pieces = torch.split(buffer, flat.layout.sections(bucket), dim=-1)

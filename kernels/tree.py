@@ -184,6 +184,26 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
     return cls
 
 
+def hash_once(cls: type[T]) -> type[T]:
+    """A class decorator for big static values: the hash of a frozen dataclass is computed once an object.
+
+    Equality looks at identity first. Static fields of nodes are hashed at each call of a jitted function.
+    """
+    plain_hash, plain_eq = cls.__hash__, cls.__eq__
+
+    def __hash__(self: Any) -> int:
+        try:
+            return self.__dict__["_hash"]
+        except KeyError:
+            return self.__dict__.setdefault("_hash", plain_hash(self))
+
+    def __eq__(self: Any, other: object) -> bool:
+        return self is other or (hash(self) == hash(other) if type(self) is type(other) else False) and plain_eq(self, other)
+
+    cls.__hash__, cls.__eq__ = __hash__, __eq__  # type: ignore
+    return cls
+
+
 def _join(path: Iterable[Any]) -> str:
     return ".".join(str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.entry) for entry in path)
 

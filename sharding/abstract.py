@@ -1,13 +1,16 @@
-"""ArrayInfo: what a leaf is before it holds numbers."""
+"""ArrayInfo: what a leaf is before it holds numbers; and how a tree of them is born."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from functional_booster.kernels import random, tree
 
 from .spec import PartitionSpec
 
@@ -42,3 +45,28 @@ class ArrayInfo:
     def of(cls, value: Any) -> ArrayInfo:
         """The info of a tensor (anything with a shape and a dtype); an ArrayInfo is returned as it is."""
         return value if isinstance(value, cls) else cls(tuple(value.shape), value.dtype)
+
+
+def initialize(abstract: tree.Tree, key: torch.Tensor) -> tree.Tree:
+    """The parameters that a tree of ArrayInfo describes, on the key's device.
+
+    A leaf's value depends on the key and the leaf's name alone, not on the leaves beside it. Raises TypeError for a leaf
+    that is no ArrayInfo, and ValueError, naming them, for leaves without initializer or whose initializer makes another
+    shape or dtype.
+    """
+    infos = tree.named_leaves(abstract)
+    for name, info in infos.items():
+        if not isinstance(info, ArrayInfo):
+            raise TypeError(f"{name}: expected an ArrayInfo, got {type(info).__name__}")
+    if missing := [name for name, info in infos.items() if info.initializer is None]:
+        raise ValueError(f"no initializer for {', '.join(missing)}: the values must come from a checkpoint or a module")
+    return tree.map_with_name(lambda name, info: _born(name, info, key), abstract)
+
+
+def _born(name: str, info: ArrayInfo, key: torch.Tensor) -> torch.Tensor:
+    assert info.initializer is not None
+    value = info.initializer(random.fold_in(key, zlib.crc32(name.encode())), info.shape, info.dtype)
+    if tuple(value.shape) != info.shape or value.dtype != info.dtype:
+        given = f"{tuple(value.shape)} {value.dtype}"
+        raise ValueError(f"{name}: the initializer made {given}, expected {info.shape} {info.dtype}")
+    return value

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from functional_booster.kernels import tree
+from functional_booster.losses import linear_next_token
+from functional_booster.sharding.abstract import initialize
 
 Tree = tree.Tree
 
 
 @dataclass(frozen=True)
 class Model:
-    """``init(key) -> params`` and ``apply(params, *inputs, key=None, train=False, ...) -> outputs``, and what they need.
+    """``init(key) -> params``, ``apply(params, *inputs, key=None, train=False, ...) -> outputs``, and what they need.
 
     ``abstract`` is the tree of ArrayInfo that the parameters fill. ``buffers()`` gives the state that is not trained
     (batch statistics, position tables), in fresh storage; ``apply(..., buffers=tree, mutable=True)`` returns
     ``(outputs, new buffers)``. Language models also have ``hidden(params, input_ids, key=, train=) -> (B, T, D)`` and
-    ``head(params) -> (V, D)``, whose product is what ``apply`` returns, and ``loss(params, batch, key) -> (sum, weight)``
-    fused over the two.
+    ``head(params) -> (V, D)``, whose product is what ``apply`` returns, and ``loss(params, batch, key=None)`` ->
+    (sum, weight), fused over the two.
     """
 
     init: Callable[[torch.Tensor], Tree]
@@ -33,3 +37,65 @@ class Model:
     loss: Callable[..., Any] | None = None
     config: Any = None
     name: str = "model"
+
+
+def language_model(
+    config: Any, abstract: Tree, hidden: Callable[..., torch.Tensor], head: Callable[[Tree], torch.Tensor]
+) -> Model:
+    """The Model of a causal language model, given what sets it apart: its leaves, its hidden state and its head."""
+    return Model(
+        init=functools.partial(initialize, abstract),
+        apply=functools.partial(_logits, hidden, head),
+        abstract=abstract,
+        hidden=hidden,
+        head=head,
+        loss=functools.partial(_loss, hidden, head),
+        config=config,
+        name=config.model_type,
+    )
+
+
+def _logits(
+    hidden: Callable[..., torch.Tensor],
+    head: Callable[[Tree], torch.Tensor],
+    params: Tree,
+    *inputs: Any,
+    **options: Any,
+) -> torch.Tensor:
+    """Logits (B, T, V), in the parameters' dtype; arguments are those of ``hidden``."""
+    return F.linear(hidden(params, *inputs, **options), head(params))
+
+
+def _loss(
+    hidden: Callable[..., torch.Tensor],
+    head: Callable[[Tree], torch.Tensor],
+    params: Tree,
+    batch: dict[str, torch.Tensor],
+    key: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next-token loss (sum, number of valid tokens), fused with the head. With a key it trains: dropout is on.
+
+    ``batch`` holds "input_ids" (B, T) and perhaps "labels" (B, T; by default the input_ids, without padding),
+    "attention_mask" and "position_ids"; other entries are left alone. ``options`` are those of ``linear_next_token``.
+    Raises KeyError without "input_ids".
+    """
+    if "input_ids" not in batch:
+        raise KeyError(f"batch: 'input_ids' is missing, it has {sorted(batch)}")
+    mask = batch.get("attention_mask")
+    labels = batch.get("labels")
+    if labels is None:
+        labels = batch["input_ids"]
+        if mask is not None:
+            real = mask != 0
+            after_real = F.pad(real[:, :-1], (1, 0))  # what is predicted from padding does not count either
+            labels = torch.where(real & after_real, labels, options.get("ignore_index", -100))
+    state = hidden(
+        params,
+        batch["input_ids"],
+        attention_mask=mask,
+        position_ids=batch.get("position_ids"),
+        key=key,
+        train=key is not None,
+    )
+    return linear_next_token(state, head(params), labels, **options)

@@ -1,0 +1,270 @@
+"""Booster: composes a model, an optimizer, a precision and a plugin into a train step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from functional_booster import checkpoint, imperative, optim, step
+from functional_booster.kernels import flat, graph, random, tree
+from functional_booster.precision import Policy, cast, policy_of
+from functional_booster.sharding.abstract import ArrayInfo
+
+from .donation import consume
+from .jit import jit
+from .models.model import Model
+from .state import Abstract, TrainState, disassemble
+
+Tree = tree.Tree
+Step = Callable[[TrainState, Tree], tuple[TrainState, step.Metrics]]
+
+
+@dataclass(frozen=True)
+class Booster:
+    """``Booster(device=None, mixed_precision=None, plugin=None)``, Colossal-AI's entry point; it keeps no state.
+
+    ``device``: where states live (None: the GPU if there is one, else the CPU). ``mixed_precision``: None, "fp32", "bf16"
+    or a Policy. ``plugin``: None, one device. Raises ValueError for an unknown name or device, TypeError for other types.
+    """
+
+    device: str | torch.device | None = None
+    mixed_precision: str | Policy | None = None
+    plugin: None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", _device(self.device))
+        policy_of(self.mixed_precision)
+        if self.plugin is not None:
+            raise TypeError(f"plugin: {self.plugin!r}, expected None: this version trains on one device")
+
+    @property
+    def policy(self) -> Policy:
+        """The dtypes that a step stores, computes and sums in."""
+        return policy_of(self.mixed_precision)
+
+    def init(self, model: Model, tx: Any, *, key: torch.Tensor, params: Tree = None) -> TrainState:
+        """A new TrainState, in fresh storage on the Booster's device.
+
+        ``key`` (2,) int32 makes the parameters (``model.init(key)``) and every draw of the training that follows;
+        ``params`` starts from given weights instead. Raises ValueError with the whole list of names where ``params``
+        does not fit the model.
+        """
+        if not isinstance(model, Model):
+            raise TypeError(f"model: {type(model).__name__}, expected a fb.Model; for an nn.Module: fb.functionalize(module)")
+        stream = random.fold_in(key, 1)
+        if params is None:
+            params = model.init(key)
+        else:
+            _check_params(params, model.abstract)
+        return self._state(model, optim.as_transformation(tx), params, stream)
+
+    def abstract(self, model: Model, tx: Any) -> TrainState:
+        """The TrainState that ``init`` would make, with ArrayInfo leaves: nothing is computed, no memory is used."""
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            empty = tree.map(lambda info: torch.empty(info.shape, dtype=info.dtype), model.abstract)
+            state = self._state(model, optim.as_transformation(tx), empty, torch.empty(2, dtype=torch.int32))
+        return tree.map(ArrayInfo.of, state)
+
+    def train_step(
+        self,
+        loss_fn: step.LossFn,
+        tx: Any,
+        *,
+        accumulate: int = 1,
+        max_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        jit: bool = True,
+        donate: bool = True,
+    ) -> Step:
+        """The function ``(state, batch) -> (state, metrics)``: forward, backward, clipping and update, as one graph.
+
+        ``loss_fn(params, batch, key)`` returns ``(sum, weight)``, ``(sum, weight, aux)`` or a mean over rows; ``key`` may
+        be left out, ``buffers`` asked for by name. The batch is cut along dim 0 into ``accumulate`` microbatches (two
+        graphs then); gradients are summed, divided once by the summed weight, and clipped to ``max_norm``. With
+        ``skip_nonfinite`` a step whose gradient norm is not finite leaves parameters, optimizer and schedule as they are.
+        With ``donate`` the new state takes over the old one's storage, and the old one is refused afterwards.
+
+        ``metrics``: 0-d tensors, not yet computed when the step returns: loss, grad_norm, lr, tokens (the weight),
+        skipped, loss_scale, and aux.
+        """
+        recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.policy, accumulate, max_norm, skip_nonfinite)
+        return _train_step(recipe, jit, donate)
+
+    def eval_step(self, loss_fn: step.LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
+        """The function ``(state, batch) -> metrics`` (loss, tokens, aux), without a key, gradients or changes."""
+        policy = self.policy
+
+        def evaluate(state: TrainState, batch: Tree) -> step.Metrics:
+            params = cast(state.params, policy.compute)
+            loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
+            return {"loss": loss / weight.clamp_min(step.TINY), "tokens": weight, **aux}
+
+        run = _jit(evaluate) if jit else torch.no_grad()(evaluate)
+
+        def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
+            _check(state, batch)
+            return run(state, batch)
+
+        return eval_step
+
+    def full_params(self, state: TrainState) -> Tree:
+        """The whole parameter tree in fresh storage, in the dtype it is stored in."""
+        return tree.map(torch.clone, state.params)
+
+    def shard(self, params: Tree, like: TrainState) -> TrainState:
+        """``like`` with these parameters, laid out as its own: the inverse of ``full_params``. Raises as ``init``."""
+        _check_params(params, like.abstract.tree)
+        placed = tree.map(lambda leaf, info: leaf.to(self.device, info.dtype), params, like.abstract.tree)
+        return like.replace(params=tree.map(torch.clone, placed))
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: Any = None,
+        lr_scheduler: Any = None,
+        *,
+        key: torch.Tensor | None = None,
+    ) -> tuple[Any, Any, Any, Any, Any]:
+        """(model, optimizer, criterion, dataloader, lr_scheduler) for the imperative loop, in this order, None kept.
+
+        The module's weights are copied to the Booster's device; the torch optimizer becomes the equal pure transform,
+        param groups and earlier state kept. ``key`` draws dropout (by default key 0). Raises TypeError for an optimizer
+        that is not known, ValueError for one that holds other parameters.
+        """
+        stream = random.key(0) if key is None else key
+        boosted, handle, schedule = imperative.boost(
+            model, optimizer, lr_scheduler, self.policy, lambda pure, tx: self.init(pure, tx, key=stream)
+        )
+        return boosted, handle, criterion, dataloader, schedule
+
+    def backward(self, loss: torch.Tensor, optimizer: imperative.BoostedOptimizer) -> None:
+        """Add the gradients of ``loss`` (0-d) to those of the boosted model."""
+        if not isinstance(optimizer, imperative.BoostedOptimizer):
+            raise TypeError(f"optimizer: {type(optimizer).__name__}, expected the one that boost returned")
+        optimizer.backward(loss)
+
+    def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
+        """A context in which gradients are added up and not synchronized; on one device there is nothing to hold back."""
+        return contextlib.nullcontext()
+
+    def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
+        """Write the state to the directory ``path``; what was there is replaced in one moment, or stays whole."""
+        checkpoint.save(path, state)
+
+    def load(self, path: str | os.PathLike[str], *, like: TrainState) -> TrainState:
+        """Read a state of the shape of ``like`` (``booster.abstract(model, tx)``, or a state) onto the device.
+
+        Raises FileNotFoundError for a path that is no checkpoint, ValueError with the whole list of leaves that differ.
+        """
+        return checkpoint.load(path, like, self.device)
+
+    def _state(self, model: Model, tx: optim.GradientTransformation, params: Tree, key: torch.Tensor) -> TrainState:
+        device = self.device
+        placed = tree.map(lambda leaf: leaf.detach().to(device, copy=True), cast(params, self.policy.param))
+        described = tree.map(
+            lambda leaf, info: ArrayInfo(info.shape, leaf.dtype, info.spec, None, info.trainable and leaf.is_floating_point()),
+            placed,
+            model.abstract,
+        )
+        trained, _ = tree.partition(described, tree.map(lambda info: info.trainable, described))
+        labels = tree.unflatten(tree.structure(trained), optim.leaf_labels(tx, trained))
+        storage, frozen = disassemble(placed, flat.plan(trained, labels))
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return TrainState(
+            step=zero,
+            position=zero.clone(),
+            storage=storage,
+            frozen=frozen,
+            opt_state=tx.init(storage),
+            buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), model.buffers()),
+            key=key.to(device, copy=True),
+            loss_scale=torch.ones((), dtype=torch.float32, device=device),
+            abstract=Abstract.of(described),
+        )
+
+
+_jit = jit  # the methods have an argument of this name
+
+
+def _train_step(recipe: step.Recipe, compiled: bool, donate: bool) -> Step:
+    def whole(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        return step.update(recipe, state, step.gradients(recipe, state, batch))
+
+    def first(state: TrainState, batch: Tree) -> step.Sums:
+        return step.gradients(recipe, state, batch)
+
+    def further(sums: step.Sums, state: TrainState, batch: Tree, index: torch.Tensor) -> step.Sums:
+        return step.add(sums, step.gradients(recipe, state.replace(buffers=sums.buffers), batch, index))
+
+    def finish(state: TrainState, sums: step.Sums) -> tuple[TrainState, step.Metrics]:
+        return step.update(recipe, state, sums)
+
+    if compiled:
+        given = (0,) if donate else ()
+        whole, first = _jit(whole, donate=given), _jit(first)
+        further, finish = _jit(further, donate=0), _jit(finish, donate=given)
+        whole.__name__ = finish.__name__ = "train_step"
+
+    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        _check(state, batch)
+        parts = step.microbatches(batch, recipe.accumulate)
+        if len(parts) == 1:
+            result = whole(state, parts[0])
+        else:
+            sums = first(state, parts[0])
+            for index, part in enumerate(parts[1:], start=1):
+                sums = further(sums, state, part, torch.tensor(index, dtype=torch.int32))
+            result = finish(state, sums)
+        if donate and not compiled and not graph.transforms():
+            consume(state, "train_step")
+        return result
+
+    train_step.compiled = (whole, first, further, finish) if compiled else ()  # type: ignore
+    return train_step
+
+
+def _check(state: TrainState, batch: Tree) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: {type(state).__name__}, expected a TrainState (booster.init makes one)")
+    step.check_batch(batch, state.step.device)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device: {device!r}, expected "cpu" or "cuda"') from error
+    if chosen.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device: {device!r}, but no CUDA device is available")
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
+        return torch.device("cuda", index)
+    return chosen
+
+
+def _check_params(params: Tree, abstract: Tree) -> None:
+    """Raise ValueError listing every leaf of ``params`` that is missing, unexpected or of another shape."""
+    given, wanted = tree.named_leaves(params), tree.named_leaves(abstract)
+    problems = [f"{name}: missing" for name in wanted if name not in given]
+    problems += [f"{name}: unexpected" for name in given if name not in wanted]
+    for name in given.keys() & wanted.keys():
+        leaf, info = given[name], wanted[name]
+        if not isinstance(leaf, torch.Tensor):
+            problems.append(f"{name}: {type(leaf).__name__}, expected a torch.Tensor")
+        elif tuple(leaf.shape) != tuple(info.shape):
+            problems.append(f"{name}: shape {tuple(leaf.shape)}, expected {tuple(info.shape)}")
+    if problems:
+        raise ValueError("params do not fit the model:\n  " + "\n  ".join(sorted(problems)))
+
+

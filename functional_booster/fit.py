@@ -1,0 +1,321 @@
+"""The training loop that people reuse, and hooks for what happens beside the training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from . import debug
+from .profile import peak_memory
+from .trackers import Tracker
+
+log = logging.getLogger(__name__)
+
+Batch = Any
+Scalars = Mapping[str, Any]  # 0-d tensors, not fetched yet, or numbers
+Hook = Callable[[int, Any, Scalars], Scalars | None]
+
+
+class HasPosition(Protocol):
+    """What ``fit`` needs of a state: how many batches it has consumed, a 0-d int64 tensor."""
+
+    @property
+    def position(self) -> Any:
+        """Batches consumed."""
+        ...
+
+
+State = TypeVar("State", bound=HasPosition)
+
+
+class StopTraining(Exception):
+    """Raised by a hook to end the training cleanly after this step."""
+
+
+class _DataEnded(Exception):
+    pass
+
+
+class Closing(Protocol):
+    """What a hook may also have: ``close(n, state)``, called once however the training ends.
+
+    ``state`` is the last good one, or None where an error left none.
+    """
+
+    def close(self, n: int, state: Any) -> None:
+        """Finish what the hook has begun."""
+        ...
+
+
+def fit(
+    step: Callable[[State, Batch], tuple[State, Scalars]],
+    state: State,
+    data: Callable[[int], Batch] | Iterable[Batch],
+    *,
+    steps: int,
+    hooks: Sequence[Hook] = (),
+    tracker: Tracker | None = None,
+    log_every: int = 10,
+    flops_per_token: float | None = None,
+    peak_flops: float | None = None,
+) -> State:
+    """Train until ``state.position`` is ``steps``, and return the state; the one given is donated to ``step``.
+
+    ``data`` is a function position -> batch, which makes a resumed run exact, or an iterable, taken from its beginning
+    and ending the training when it ends. After every step each hook is called as ``hook(n, state, metrics)``, n being
+    the steps done; what it returns is logged. ``step`` must count ``state.position`` up by one.
+
+    Metrics go to ``tracker`` (which stays open) after the first step, every ``log_every`` steps and after the last;
+    between, the host never waits for the device. Added are tokens_per_second, mfu where FLOPs per token and the peak in
+    FLOP/s are known, and peak_memory in bytes on CUDA.
+
+    Ctrl-C and SIGTERM finish the running step, close the hooks (a checkpoint is saved) and return; a second one ends
+    at once. An error in the data or a hook closes the hooks with the last good state before it goes on; one in the step
+    itself closes them without, since the state was donated, and so does a FloatingPointError. Raises ValueError for
+    steps or log_every below 1.
+    """
+    for name, value in (("steps", steps), ("log_every", log_every)):
+        if value < 1:
+            raise ValueError(f"{name}: {value}, expected at least 1")
+    n = int(state.position)
+    fetch = data if callable(data) else _in_order(data)
+    meter = _Meter(n, flops_per_token, peak_flops)
+    good: State | None = state
+    with _signals() as stopped, contextlib.ExitStack() as closing:
+        for hook in hooks:
+            if close := getattr(hook, "close", None):
+                closing.callback(lambda close=close: close(n, good))
+        try:
+            while n < steps and not stopped:
+                batch = fetch(n)
+                good = None
+                state, metrics = step(state, batch)
+                good, n = state, n + 1
+                meter.count(metrics)
+                due = n == 1 or n % log_every == 0 or n == steps
+                record = dict(metrics) if due else {}
+                for hook in hooks:
+                    try:
+                        record |= hook(n, state, metrics) or {}
+                    except StopTraining:
+                        stopped.append(n)
+                if due:
+                    record |= meter.read(metrics)
+                if record and tracker is not None:
+                    tracker.log(n, {name: float(value) for name, value in record.items()})
+        except _DataEnded:
+            log.warning("the data ended after %d of %d steps", n, steps)
+        except (KeyboardInterrupt, FloatingPointError):
+            good = None  # ends at once; or is not good
+            raise
+    return state
+
+
+def every(n: int, hook: Hook) -> Hook:
+    """The hook, called after every n-th step alone. Raises ValueError for n below 1."""
+    return _Every(n, hook)
+
+
+def stop(n: int, state: Any, metrics: Scalars) -> None:
+    """A hook that ends the training: ``every(1000, stop)`` after step 1,000."""
+    raise StopTraining
+
+
+def stop_on_nan(n: int, state: Any, metrics: Scalars) -> None:
+    """A hook that raises FloatingPointError, naming the metric or the leaf, where there is a NaN or an infinity.
+
+    Waits for the device: use ``every(100, stop_on_nan)``.
+    """
+    debug.check_finite(getattr(state, "params", None), f"step {n}: params")
+    debug.check_finite({name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}, f"step {n}: metrics")
+
+
+def evaluate(
+    eval_step: Callable[[Any, Batch], Scalars], batches: Iterable[Batch], every: int, prefix: str = "eval_"
+) -> Hook:
+    """A hook that runs ``eval_step`` over ``batches`` every so many steps and logs ``mean_metrics`` under a prefix."""
+    held = list(batches)
+
+    def hook(n: int, state: Any, metrics: Scalars) -> Scalars:
+        return {prefix + name: value for name, value in mean_metrics(eval_step, state, held).items()}
+
+    return _Every(every, hook)
+
+
+def mean_metrics(
+    eval_step: Callable[[Any, Batch], Scalars], state: Any, batches: Iterable[Batch]
+) -> dict[str, torch.Tensor]:
+    """The batches' metrics averaged by tokens, as 0-d tensors without waiting for the device; ``tokens`` is the sum.
+
+    Raises ValueError when there is no batch.
+    """
+    sums: dict[str, Any] = {}
+    for batch in batches:
+        metrics = dict(eval_step(state, batch))
+        tokens = metrics.pop("tokens")
+        for name, value in {**{name: value * tokens for name, value in metrics.items()}, "tokens": tokens}.items():
+            sums[name] = sums[name] + value if name in sums else value
+    if not sums:
+        raise ValueError("batches: there is none to evaluate")
+    tokens = sums.pop("tokens")
+    return {**{name: value / tokens.clamp(min=1) for name, value in sums.items()}, "tokens": tokens}
+
+
+@dataclass
+class Checkpoint:
+    """A hook that calls ``save(path, state)`` every so many steps and at the end, however it comes.
+
+    ``path`` may hold ``{step}``; without, one checkpoint is written over again, which ``save`` must do atomically.
+    """
+
+    save: Callable[[str, Any], Any]
+    path: str | os.PathLike[str]
+    every: int
+    _saved: int | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every: {self.every}, expected at least 1 step")
+
+    def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
+        """Save where it is time."""
+        if n % self.every == 0:
+            self._write(n, state)
+
+    def close(self, n: int, state: Any) -> None:
+        """Save the last state, unless that has been done."""
+        if state is not None and n != self._saved:
+            self._write(n, state)
+
+    def _write(self, n: int, state: Any) -> None:
+        self.save(os.fspath(self.path).replace("{step}", str(n)), state)
+        self._saved = n
+
+
+class Profiler:
+    """A hook that records ``active`` steps with torch.profiler, after ``wait`` and ``warmup`` steps, once.
+
+    The trace goes to ``folder``/trace.json, for chrome://tracing or Perfetto.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], wait: int = 5, warmup: int = 2, active: int = 3) -> None:
+        self._path = Path(folder) / "trace.json"
+        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
+        self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+        self._running = False
+
+    def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
+        """Tell the profiler that a step is over."""
+        if not self._running:
+            self._profile.start()
+            self._running = True
+        self._profile.step()
+
+    def close(self, n: int, state: Any) -> None:
+        """Stop recording; a run that ends early keeps what there is."""
+        if self._running:
+            self._profile.stop()
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(os.fspath(self._path))
+
+
+@dataclass(frozen=True)
+class _Every:
+    n: int
+    hook: Hook
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"every: {self.n}, expected at least 1 step")
+
+    def __call__(self, n: int, state: Any, metrics: Scalars) -> Scalars | None:
+        return self.hook(n, state, metrics) if n % self.n == 0 else None
+
+    def close(self, n: int, state: Any) -> None:
+        if close := getattr(self.hook, "close", None):
+            close(n, state)
+
+
+class _Meter:
+    """Tokens a second since the last reading. The first step, which compiles, sets the clock and is not counted."""
+
+    def __init__(self, start: int, flops_per_token: float | None, peak_flops: float | None) -> None:
+        self._first, self._flops, self._peak = start + 1, flops_per_token, peak_flops
+        self._since: float | None = None
+        self._tokens: list[Any] = []
+
+    def count(self, metrics: Scalars) -> None:
+        if self._since is None:
+            if "loss" in metrics:
+                float(metrics["loss"])  # waits for the device, this once
+            self._since = time.perf_counter()
+        elif "tokens" in metrics:
+            self._tokens.append(metrics["tokens"])
+
+    def read(self, metrics: Scalars) -> dict[str, float]:
+        device = next((value.device for value in metrics.values() if isinstance(value, torch.Tensor)), "cpu")
+        tokens = sum(float(value) for value in self._tokens)  # waits for the device
+        now = time.perf_counter()
+        measured: dict[str, float] = {}
+        if tokens and self._since is not None:
+            measured["tokens_per_second"] = tokens / (now - self._since)
+            if self._flops and self._peak:
+                measured["mfu"] = measured["tokens_per_second"] * self._flops / self._peak
+        if (memory := peak_memory(device)) is not None:
+            measured["peak_memory"] = float(memory)
+        self._since, self._tokens = now, []
+        return measured
+
+
+def _in_order(data: Iterable[Batch]) -> Callable[[int], Batch]:
+    batches = iter(data)
+
+    def fetch(position: int) -> Batch:
+        try:
+            return next(batches)
+        except StopIteration:
+            raise _DataEnded from None
+
+    return fetch
+
+
+@contextlib.contextmanager
+def _signals() -> Generator[list[int]]:
+    """The SIGINT or SIGTERM that arrived, in a list that is empty until then; the second one acts as ever.
+
+    Python hands signals to the main thread: elsewhere the list stays empty.
+    """
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+        log.warning("%s: ending after this step; once more ends at once", signal.Signals(number).name)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield received
+    finally:
+        restore()

@@ -1,0 +1,293 @@
+"""functionalize: any nn.Module as a Model, a pair of pure functions over {name: tensor}."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+from functional_booster.sharding.abstract import ArrayInfo
+
+from . import hf_attention, losses
+from .models.model import Model
+from .module_mode import ModuleMode
+
+Values = Mapping[str, torch.Tensor]
+
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def functionalize(module: nn.Module) -> Model:
+    """A Model of ``module``; the module itself stays as it is, in every respect.
+
+    Parameters and buffers are flat dicts by dotted name. A parameter that the module holds under several names is one
+    leaf, under the first of them in ``module.named_parameters()``. Parameters with ``requires_grad=False`` and those
+    that are no floating-point numbers are leaves whose ArrayInfo says ``trainable=False``.
+
+    - ``init(key=None)`` copies the module's weights as they are then; the key is not used.
+    - ``apply(params, *args, key=None, train=False, buffers=None, mutable=False, **kwargs)`` is the module's forward, in
+      training or evaluation mode; with ``mutable=True`` it returns ``(outputs, new buffers)``. ``buffers=None`` takes
+      the module's own, as they were when it was functionalized. In training, a module that writes buffers without
+      ``mutable=True`` raises ValueError; in evaluation what it writes is dropped. What draws random numbers draws
+      from ``key`` and raises ValueError without one.
+    - ``buffers()`` copies every buffer, those outside the state dict too.
+    - ``loss(params, batch, key=None, buffers=None)``, for Hugging Face causal language models, is the next-token loss
+      of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to the tokens that ``attention_mask`` keeps.
+      With a key it trains: dropout is on.
+
+    Raises TypeError for what is no nn.Module or wraps one for data parallelism or compilation, and ValueError for
+    modules with uninitialized parameters. Weights on the meta device are described, but ``init`` refuses them.
+    """
+    _check_module(module)
+    forward = _Forward(module)
+    own_buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+    def init(key: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return _copies(dict(module.named_parameters()), "weights", forward.name)
+
+    def model_buffers() -> dict[str, torch.Tensor]:
+        return _copies(own_buffers, "buffers", forward.name)
+
+    def apply(
+        params: Values,
+        *args: Any,
+        key: torch.Tensor | None = None,
+        train: bool = False,
+        buffers: Values | None = None,
+        mutable: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        forward.check("params", params, forward.abstract)
+        if buffers is None:
+            device = next((value.device for value in params.values()), None)
+            buffers = {name: buffer.to(device) for name, buffer in model_buffers().items()}
+        forward.check("buffers", buffers, forward.abstract_buffers)
+        return forward(params, buffers, args, kwargs, key=key, train=train, mutable=mutable)
+
+    return Model(
+        init=init,
+        apply=apply,
+        abstract=dict(forward.abstract),
+        buffers=model_buffers,
+        loss=_next_token_loss(apply) if hf_attention.is_causal_lm(module) else None,
+        config=hf_attention.config_of(module),
+        name=forward.name,
+    )
+
+
+class _Forward:
+    """A module's forward on given values: a skeleton on the meta device lends its structure to each call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.name = type(module).__name__
+        self.abstract = {name: _info(parameter) for name, parameter in module.named_parameters()}
+        self.abstract_buffers = {name: ArrayInfo.of(buffer) for name, buffer in module.named_buffers()}
+        self.tied = _tied_names(module)
+        template = _on_meta(module)
+        hf_attention.prepare(template)
+        self.skeleton = _Skeleton(template)
+
+    def check(self, what: str, given: Any, expected: Mapping[str, ArrayInfo]) -> None:
+        """Raise one error that lists everything that keeps ``given`` from being this module's values."""
+        if not isinstance(given, Mapping):
+            raise TypeError(f"{what}: expected a dict of tensors by name, as init gives it, got {type(given).__name__}")
+        faults = [f"{name!r} is missing" for name in expected if name not in given]
+        for name, value in given.items():
+            if name in self.tied:
+                faults.append(f"{name!r} is unexpected: it is tied to {self.tied[name]!r}")
+            elif name not in expected:
+                faults.append(f"{name!r} is unexpected")
+            elif not isinstance(value, torch.Tensor):
+                faults.append(f"{name!r} is {type(value).__name__}, expected a tensor")
+            elif tuple(value.shape) != expected[name].shape:
+                faults.append(f"{name!r} has shape {tuple(value.shape)}, expected {expected[name].shape}")
+        if faults:
+            raise ValueError(f"{what} do not fit {self.name}: " + "; ".join(faults))
+
+    def __call__(
+        self,
+        params: Values,
+        buffers: Values,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        key: torch.Tensor | None,
+        train: bool,
+        mutable: bool,
+    ) -> Any:
+        owned = {name: buffer.clone() for name, buffer in buffers.items()}
+        versions = {name: _version(value) for name, value in [*params.items(), *owned.items()]}
+        with self.skeleton.holding({**params, **owned}, train) as (module, current):
+            with ModuleMode(module, key) as mode:
+                outputs = module(*args, **kwargs)
+            after = {name: current(name) for name in versions}
+
+        def written(before: Values) -> list[str]:
+            return [
+                name
+                for name, value in before.items()
+                if after[name] is not value or _version(value) != versions[name] or id(value) in mode.written
+            ]
+
+        if changed := written(params):
+            raise ValueError(f"the forward of {self.name} changes parameters in place: {', '.join(changed)}")
+        if mutable:
+            return outputs, {name: after[name].detach() for name in owned}
+        if train and (changed := written(owned)):
+            raise ValueError(
+                f"{self.name} writes buffers in training: {', '.join(changed)}; call apply with mutable=True, which "
+                "returns (outputs, new buffers)"
+            )
+        return outputs
+
+
+class _Skeleton(threading.local):
+    """A module without values. Each thread has its own copy, since a call puts its values into it."""
+
+    def __init__(self, template: nn.Module) -> None:
+        self.module = copy.deepcopy(template)
+        self._owners = list(self.module.modules())
+        self._names: dict[int, str] = {}
+        self._places: dict[str, tuple[nn.Module, str, str]] = {}
+        for prefix, owner in self.module.named_modules():
+            for kind in ("_parameters", "_buffers"):
+                for local, value in vars(owner)[kind].items():
+                    if value is not None and id(value) not in self._names:
+                        name = f"{prefix}.{local}" if prefix else local
+                        self._names[id(value)] = name
+                        self._places[name] = (owner, kind, local)
+        # Besides _parameters and _buffers, modules may keep the same tensors in attributes and lists: those follow.
+        self._holders = [
+            (owner, attribute, value)
+            for owner in self._owners
+            for attribute, value in vars(owner).items()
+            if attribute in ("_parameters", "_buffers") or self._holds(value)
+        ]
+
+    @contextlib.contextmanager
+    def holding(self, values: Values, train: bool) -> Iterator[tuple[nn.Module, Callable[[str], torch.Tensor]]]:
+        """The module with these values, and what reads the value now under a name; afterwards it is as before."""
+        before = [(owner, vars(owner).copy()) for owner in self._owners]
+        try:
+            self.module.train(train)
+            for owner, attribute, value in self._holders:
+                vars(owner)[attribute] = self._fill(value, values)
+            yield self.module, self._read
+        finally:
+            for owner, attributes in before:
+                vars(owner).clear()
+                vars(owner).update(attributes)
+
+    def _read(self, name: str) -> torch.Tensor:
+        owner, kind, local = self._places[name]
+        return vars(owner)[kind][local]
+
+    def _holds(self, value: Any) -> bool:
+        if isinstance(value, dict):
+            value = value.values()
+        elif not isinstance(value, (list, tuple)):
+            value = (value,)
+        return any(id(item) in self._names for item in value)
+
+    def _fill(self, value: Any, values: Values) -> Any:
+        if isinstance(value, dict):
+            return {key: self._fill(item, values) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._fill(item, values) for item in value)
+        name = self._names.get(id(value))
+        return value if name is None else values[name]
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A deep copy whose parameters and buffers are on the meta device: no memory, and no tie to the module."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        meta = torch.empty_like(parameter, device="meta", requires_grad=False)
+        memo[id(parameter)] = nn.Parameter(meta, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta", requires_grad=False)
+    for owner in module.modules():
+        for value in vars(owner).values():
+            # What was computed from parameters (hook-based weight norm keeps its weight so) is computed again.
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                memo[id(value)] = torch.empty_like(value, device="meta", requires_grad=False)
+    try:
+        skeleton = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise TypeError(f"module: {type(module).__name__} cannot be copied by copy.deepcopy: {error}") from error
+    for owner in skeleton.modules():
+        if isinstance(owner, nn.RNNBase):
+            owner.flatten_parameters = _keep_parameters  # cuDNN's flattening would move the caller's weights in memory
+    return skeleton
+
+
+def _keep_parameters() -> None:
+    pass
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        given = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(f"module: expected an instance of torch.nn.Module, got {given}")
+    for cls in type(module).__mro__:
+        if cls.__name__ in _WRAPPERS:
+            raise TypeError(f"module: a {cls.__name__} wraps the module: hand in its .{_WRAPPERS[cls.__name__]}")
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if lazy := [name for name, value in tensors if isinstance(value, UninitializedTensorMixin)]:
+        raise ValueError(
+            f"module: uninitialized parameters: {', '.join(lazy)}; run a forward first, it gives them shapes"
+        )
+
+
+def _info(parameter: nn.Parameter) -> ArrayInfo:
+    differentiable = parameter.is_floating_point() or parameter.is_complex()
+    return ArrayInfo(
+        tuple(parameter.shape), parameter.dtype, trainable=bool(parameter.requires_grad and differentiable)
+    )
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """{further name: first name} of the parameters and buffers that the module holds under several names."""
+    tied: dict[str, str] = {}
+    for every, unique in (
+        (module.named_parameters(remove_duplicate=False), module.named_parameters()),
+        (module.named_buffers(remove_duplicate=False), module.named_buffers()),
+    ):
+        first = {id(value): name for name, value in unique}
+        tied.update({name: first[id(value)] for name, value in every if first[id(value)] != name})
+    return tied
+
+
+def _copies(tensors: Values, what: str, owner: str) -> dict[str, torch.Tensor]:
+    if any(value.is_meta for value in tensors.values()):
+        raise ValueError(f"{owner}: its {what} are on the meta device and have no values to start from")
+    return {name: value.detach().clone() for name, value in tensors.items()}
+
+
+def _version(value: torch.Tensor) -> int:
+    return 0 if value.is_inference() else value._version
+
+
+def _next_token_loss(apply: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(params: Values, batch: Values, key: torch.Tensor | None = None, buffers: Values | None = None) -> Any:
+        if "input_ids" not in batch:
+            raise KeyError(f"batch: 'input_ids' is missing, it has {sorted(batch)}")
+        tokens, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
+        if labels is None:
+            labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
+        inputs = {name: batch[name] for name in ("attention_mask", "position_ids", "token_type_ids") if name in batch}
+        outputs = apply(params, tokens, **inputs, key=key, train=key is not None, buffers=buffers)
+        return losses.next_token(outputs.logits, labels)
+
+    return loss

@@ -1,0 +1,127 @@
+"""Text from a language model, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from functional_booster.kernels import random
+from functional_booster.models.model import Model, Tree
+
+
+@torch.no_grad()
+def generate(
+    model: Model,
+    params: Tree,
+    prompt: torch.Tensor,
+    *,
+    key: torch.Tensor | None = None,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | None = None,
+    pad_token_id: int | None = None,
+) -> torch.Tensor:
+    """Continue ``prompt`` (B, T) int64 by at most ``max_new_tokens`` tokens: (B, T + N) int64, prompt included.
+
+    temperature 0 takes the likeliest token; else tokens are drawn by ``key`` from the logits over the temperature, cut
+    to the ``top_k`` likeliest, then to the fewest that hold ``top_p`` of the probability (Holtzman et al. 2020). What
+    row b draws depends on the key, b and row b alone. A row ends at ``eos_token_id`` and is filled with
+    ``pad_token_id`` (by default the eos); all rows ended, it stops. Beyond the model's longest row it reads the latest
+    tokens only. Every token costs a forward pass over the row. Raises TypeError or ValueError, naming the argument.
+    """
+    _check(model, prompt, key, max_new_tokens, temperature, top_k, top_p, eos_token_id, pad_token_id)
+    window = getattr(model.config, "max_position_embeddings", None) or prompt.shape[1] + max_new_tokens
+    last_logits = _last_logits(model)
+    rows = torch.arange(prompt.shape[0], device=prompt.device)
+    ended = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
+    tokens = prompt.clone()
+    for index in range(max_new_tokens):
+        logits = last_logits(params, tokens[:, -window:])
+        if temperature == 0:
+            chosen = logits.argmax(-1)
+        else:
+            chosen = _sample(random.fold_in(key, index), rows, _cut(logits / temperature, top_k, top_p))
+        if eos_token_id is not None:
+            fill = eos_token_id if pad_token_id is None else pad_token_id
+            chosen = torch.where(ended, fill, chosen)
+            ended = ended | (chosen == eos_token_id)
+        tokens = torch.cat((tokens, chosen[:, None]), dim=1)
+        if eos_token_id is not None and bool(ended.all()):
+            break
+    return tokens
+
+
+def _last_logits(model: Model) -> Callable[[Tree, torch.Tensor], torch.Tensor]:
+    """The function from tokens (B, T) to the logits (B, V) at the last, in float32 at least."""
+
+    def fused(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
+        return F.linear(model.hidden(params, tokens)[:, -1], model.head(params))  # type: ignore[misc]
+
+    def full(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
+        outputs: Any = model.apply(params, tokens)
+        return getattr(outputs, "logits", outputs)[:, -1]
+
+    chosen = full if model.hidden is None or model.head is None else fused
+
+    def last(params: Tree, tokens: torch.Tensor) -> torch.Tensor:
+        logits = chosen(params, tokens)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    return last
+
+
+def _cut(logits: torch.Tensor, top_k: int | None, top_p: float | None) -> torch.Tensor:
+    """Logits (B, V) with -inf at the tokens that are out."""
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(-1)
+        out = probs.cumsum(-1) - probs >= top_p  # what lies before it holds top_p already; never true of the first
+        logits = logits.masked_fill(torch.zeros_like(out).scatter(-1, order, out), -torch.inf)
+    return logits
+
+
+def _sample(key: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """One token a row, (B,) int64; each row has a key of its own."""
+    return torch.func.vmap(lambda row, values: random.categorical(random.fold_in(key, row), values))(rows, logits)
+
+
+def _check(
+    model: Model,
+    prompt: torch.Tensor,
+    key: torch.Tensor | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    eos_token_id: int | None,
+    pad_token_id: int | None,
+) -> None:
+    if not isinstance(prompt, torch.Tensor) or prompt.dtype != torch.int64:
+        given = prompt.dtype if isinstance(prompt, torch.Tensor) else type(prompt).__name__
+        raise TypeError(f"prompt: {given}, expected a tensor of torch.int64")
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise ValueError(f"prompt: shape {tuple(prompt.shape)}, expected (B, T) with at least one token a row")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens: {max_new_tokens!r}, expected an int that is not negative")
+    if not temperature >= 0:
+        raise ValueError(f"temperature: {temperature}, expected a number that is not negative")
+    if temperature > 0 and key is None:
+        raise ValueError("key: missing; sampling needs one (temperature=0 takes the likeliest token without)")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k: {top_k}, expected a positive int or None")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p: {top_p}, expected a number in (0, 1] or None")
+    size = getattr(model.config, "vocab_size", None)
+    for name, token in (("eos_token_id", eos_token_id), ("pad_token_id", pad_token_id)):
+        if token is not None and not 0 <= token < (size or token + 1):
+            raise ValueError(f"{name}: {token}, expected a token below the vocabulary's {size}")
+    if pad_token_id is not None and eos_token_id is None:
+        raise ValueError("pad_token_id: given without eos_token_id, after which it would be filled in")

@@ -1,0 +1,305 @@
+"""Losses, each as ``(sum, weight)``: a step divides by the weight of the whole batch, so any split of it agrees.
+
+Sums and softmax are in float32 at least. A token whose label is ``ignore_index`` counts neither in the sum nor in the
+weight; where all are ignored both are 0 and so are the gradients. A label out of range raises IndexError on CPU; on a
+GPU it trips a device assertion, since looking would wait for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from functional_booster.kernels import graph
+
+CHUNK_ELEMENTS = 1 << 27  # logits held at a time by linear_next_token: 512 MiB in float32
+
+Loss = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a token's loss is, given its logits z and label y.
+
+    (1 - label_smoothing) * -log p[y] + label_smoothing * mean over V of -log p + z_loss * logsumexp(z)^2, for z capped
+    as softcap * tanh(z / softcap). (Szegedy et al. 2016; PaLM, section 5; Gemma 2, section 2.)
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing <= 1:
+            raise ValueError(f"label_smoothing: {self.label_smoothing}, expected a number in [0, 1]")
+        if self.z_loss < 0:
+            raise ValueError(f"z_loss: {self.z_loss}, expected a number that is not negative")
+        if self.softcap is not None and self.softcap <= 0:
+            raise ValueError(f"softcap: {self.softcap}, expected a positive number or None")
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: torch.Tensor | None = None,
+) -> Loss:
+    """Cross entropy of logits (..., V) with labels (...) int64: (sum, number of labels that are not ignored).
+
+    ``weights`` (...) multiply each label's loss and count. Raises TypeError or ValueError for dtypes or shapes that do
+    not fit.
+    """
+    options = Options(ignore_index, label_smoothing, z_loss)
+    _check("logits", logits, labels, weights)
+    counted = _weights(labels, weights, options, logits.dtype)
+    losses = _token_losses(logits.flatten(0, -2), labels.flatten(), options).view(labels.shape)
+    return (losses * counted).sum(), counted.sum()
+
+
+def next_token(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: torch.Tensor | None = None,
+) -> Loss:
+    """Cross entropy of logits (B, T, V) at each token with the label of the next: (sum, number of valid tokens).
+
+    ``labels`` and ``weights`` (B, T) are aligned with the inputs, as Hugging Face has them; the shift happens here.
+    Raises as ``cross_entropy``.
+    """
+    _check("logits", logits, labels, weights, rank=3)
+    return cross_entropy(
+        logits,
+        _next(labels, ignore_index),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        weights=None if weights is None else _next(weights, 0),
+    )
+
+
+def linear_next_token(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    chunk_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    weights: torch.Tensor | None = None,
+) -> Loss:
+    """``next_token(hidden @ head.T, labels)`` without ever holding the logits: hidden (B, T, D), head (V, D).
+
+    ``chunk_size`` tokens at a time (by default as many as keep a chunk's logits at 512 MiB). Gradients are computed in
+    the forward pass, when one is wanted, in the operands' dtype with sums over chunks in float32 at least; second
+    derivatives are right, and forward mode works, at the cost of holding the logits. Raises as ``cross_entropy``.
+    """
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
+    _check("hidden", hidden, labels, weights, rank=3)
+    if head.dim() != 2 or head.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"head: shape {tuple(head.shape)}, expected (V, {hidden.shape[-1]}), as hidden's last dim")
+    if head.dtype != hidden.dtype:
+        raise TypeError(f"head: {head.dtype}, expected {hidden.dtype}, as hidden")
+    if chunk_size is None:
+        chunk_size = 1 << max(0, (CHUNK_ELEMENTS // head.shape[0]).bit_length() - 1)
+    elif chunk_size < 1:
+        raise ValueError(f"chunk_size: {chunk_size}, expected a positive number of tokens")
+    targets = _next(labels, ignore_index)
+    counted = _weights(targets, None if weights is None else _next(weights, 0), options, hidden.dtype)
+    operands = (hidden.flatten(0, 1), head, targets.flatten(), counted.flatten())
+    wanted = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    if wanted and "Jvp" not in graph.transforms():
+        total = _Fused.apply(*operands, options, chunk_size)[0]
+    else:  # also right where a gradient is wanted after all, from outside a vmap; then it costs the logits
+        total = _total(*operands, options, chunk_size)
+    return total, counted.sum()
+
+
+def mse(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None) -> Loss:
+    """Squared error of two tensors of one shape: (sum, number of elements).
+
+    ``weights``, broadcast to that shape, multiply each element's error and count. Raises ValueError for shapes that do
+    not fit.
+    """
+    if prediction.shape != target.shape:
+        raise ValueError(f"target: shape {tuple(target.shape)}, expected {tuple(prediction.shape)}, as prediction")
+    dtype = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
+    errors = (prediction.to(dtype) - target.to(dtype)).square()
+    if weights is None:
+        return errors.sum(), torch.full((), errors.numel(), dtype=dtype, device=errors.device)
+    try:
+        counted = weights.to(dtype).expand(errors.shape)
+    except RuntimeError:
+        raise ValueError(
+            f"weights: shape {tuple(weights.shape)} does not broadcast to {tuple(errors.shape)}, as prediction"
+        ) from None
+    return (errors * counted).sum(), counted.sum()
+
+
+def _check(
+    name: str, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, rank: int | None = None
+) -> None:
+    if not values.is_floating_point():
+        raise TypeError(f"{name}: {values.dtype}, expected a floating-point dtype")
+    if values.dim() < 2 or (rank is not None and values.dim() != rank):
+        raise ValueError(f"{name}: shape {tuple(values.shape)}, expected {rank or 'at least 2'} dims")
+    if labels.dtype != torch.int64:
+        raise TypeError(f"labels: {labels.dtype}, expected torch.int64")
+    for other, tensor in (("labels", labels), ("weights", weights)):
+        if tensor is not None and tensor.shape != values.shape[:-1]:
+            raise ValueError(f"{other}: shape {tuple(tensor.shape)}, expected {tuple(values.shape[:-1])}, as {name}")
+
+
+def _next(values: torch.Tensor, last: int) -> torch.Tensor:
+    """(B, T): each token's successor, and ``last`` at the end. Keeps T, so that the hidden state need not be copied."""
+    return F.pad(values[:, 1:], (0, 1), value=last)
+
+
+def _weights(labels: torch.Tensor, weights: torch.Tensor | None, options: Options, dtype: torch.dtype) -> torch.Tensor:
+    dtype = torch.promote_types(dtype, torch.float32)
+    valid = labels != options.ignore_index
+    return valid.to(dtype) if weights is None else torch.where(valid, weights.to(dtype), 0)
+
+
+def _token_losses(logits: torch.Tensor, labels: torch.Tensor, options: Options) -> torch.Tensor:
+    """Logits (N, V), labels (N) -> (N), 0 where ignored."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    return _losses_of(logits, logits.log_softmax(-1), labels, options)
+
+
+def _losses_of(logits: torch.Tensor, log_probs: torch.Tensor, labels: torch.Tensor, options: Options) -> torch.Tensor:
+    losses = F.nll_loss(log_probs, labels, ignore_index=options.ignore_index, reduction="none")
+    if options.label_smoothing:
+        even = -log_probs.mean(-1)
+        losses = (1 - options.label_smoothing) * losses + options.label_smoothing * even
+    if options.z_loss:
+        losses = losses + options.z_loss * logits.logsumexp(-1).square()
+    return torch.where(labels != options.ignore_index, losses, 0)
+
+
+def _total(
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    options: Options,
+    chunk_size: int,
+) -> torch.Tensor:
+    """Hidden (N, D), head (V, D), labels and weights (N) -> the weighted sum, 0-d: the definition, chunk by chunk."""
+    chunks = zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True)
+    sums = [(_token_losses(F.linear(h, head), y, options) * w).sum() for h, y, w in chunks]
+    return torch.stack(sums).sum()
+
+
+class _Fused(torch.autograd.Function):
+    """Forward: ``_total``, with its gradients computed on the way; backward: these, times the cotangent."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        options: Options,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, ...]:
+        losses, grad_hidden, grad_head = [], [], None
+        for h, y, w in zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True):
+            chunk_losses, grad_logits = _losses_and_grads(F.linear(h, head), y, w, options)
+            losses.append(chunk_losses)
+            grad_hidden.append(grad_logits @ head)
+            part = (grad_logits.mT @ h).to(w.dtype)
+            grad_head = part if grad_head is None else grad_head + part
+        each = torch.cat(losses)
+        return (each * weights).sum(), torch.cat(grad_hidden), grad_head.to(head.dtype), each  # type: ignore[union-attr]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.options, ctx.chunk_size = inputs[4:]
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*inputs[:4], *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grads = _Pullback.apply(cotangent, *ctx.saved_tensors, ctx.options, ctx.chunk_size)
+        return grads[0], grads[1], None, grads[2], None, None
+
+
+class _Pullback(torch.autograd.Function):
+    """Forward: the kept gradients times the cotangent; backward: the second derivatives, from ``_total`` anew."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        cotangent: torch.Tensor,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        grad_hidden: torch.Tensor,
+        grad_head: torch.Tensor,
+        losses: torch.Tensor,
+        options: Options,
+        chunk_size: int,
+    ) -> tuple[torch.Tensor, ...]:
+        return tuple((cotangent * grad).to(grad.dtype) for grad in (grad_hidden, grad_head, losses))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        ctx.options, ctx.chunk_size = inputs[8:]
+        ctx.save_for_backward(*inputs[:5])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cotangent, hidden, head, labels, weights = ctx.saved_tensors
+
+        def total(hidden: torch.Tensor, head: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            return _total(hidden, head, labels, weights, ctx.options, ctx.chunk_size)
+
+        def pullback(cotangent: torch.Tensor, *primals: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return torch.func.vjp(total, *primals)[1](cotangent)
+
+        grads = torch.func.vjp(pullback, cotangent, hidden, head, weights)[1](cotangents)
+        return grads[0], grads[1], grads[2], None, grads[3], None, None, None, None, None
+
+
+def _losses_and_grads(
+    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (n, V) -> losses (n), and the gradient of their weighted sum, (n, V) in the logits' dtype.
+
+    With p the softmax of z, s the smoothing: dloss/dz = p (1 + 2 z_loss logsumexp(z)) - (1 - s) 1[y] - s / V.
+    """
+    dtype, size = logits.dtype, logits.shape[-1]
+    logits = logits.to(weights.dtype)
+    slope = None
+    if options.softcap is not None:
+        tanh = torch.tanh(logits / options.softcap)
+        logits, slope = options.softcap * tanh, 1 - tanh.square()
+    log_probs = logits.log_softmax(-1)
+    losses = _losses_of(logits, log_probs, labels, options)
+    grads = log_probs.exp()
+    if options.z_loss:
+        grads = grads * (1 + 2 * options.z_loss * logits.logsumexp(-1, keepdim=True))
+    at_label = torch.arange(size, device=labels.device) == labels[:, None]
+    grads = torch.where(at_label, grads - (1 - options.label_smoothing), grads) - options.label_smoothing / size
+    if slope is not None:
+        grads = grads * slope
+    return losses, (grads * weights[:, None]).to(dtype)

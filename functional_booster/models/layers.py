@@ -1,0 +1,203 @@
+"""What the model families share: linear layers on a tensor-parallel axis, norms, rotary positions, attention.
+
+Weights lie as ``F.linear`` has them, (out, in). Shapes: B batch, T tokens, D model, H heads, K key-value heads, d head
+dim. Over the axis "tp" a column-parallel layer holds some rows of its weight (some heads, some neurons), a row-parallel
+layer some columns; every size is read off the weights at hand, so that the same code runs on the whole and on a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from functional_booster.kernels import graph, random
+from functional_booster.sharding.abstract import ArrayInfo
+from functional_booster.sharding.collectives import leave
+from functional_booster.sharding.initializers import normal, ones, zeros
+from functional_booster.sharding.spec import P
+
+Params = dict[str, Any]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+}
+
+
+def column_parallel(out: int, into: int, std: float, bias: bool) -> Params:
+    """The abstract (out, into) linear layer whose outputs are split over "tp"."""
+    info = {"weight": ArrayInfo((out, into), spec=P("tp", None), initializer=normal(std))}
+    return info | ({"bias": ArrayInfo((out,), spec=P("tp"), initializer=zeros)} if bias else {})
+
+
+def row_parallel(out: int, into: int, std: float, bias: bool) -> Params:
+    """The abstract (out, into) linear layer whose inputs are split over "tp"; its bias is whole on every rank."""
+    info = {"weight": ArrayInfo((out, into), spec=P(None, "tp"), initializer=normal(std))}
+    return info | ({"bias": ArrayInfo((out,), initializer=zeros)} if bias else {})
+
+
+def embedding(rows: int, width: int, std: float) -> Params:
+    """The abstract (rows, width) table."""
+    return {"weight": ArrayInfo((rows, width), initializer=normal(std))}
+
+
+def norm(width: int, bias: bool) -> Params:
+    """The abstract scale, and shift, of a norm."""
+    info = {"weight": ArrayInfo((width,), initializer=ones)}
+    return info | ({"bias": ArrayInfo((width,), initializer=zeros)} if bias else {})
+
+
+def linear(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """(..., in) -> (..., out). Over "tp" with column-parallel weights: invariant or varying -> varying."""
+    return F.linear(x, params["weight"], params.get("bias"))
+
+
+def linear_and_leave(params: Params, x: torch.Tensor) -> torch.Tensor:
+    """(..., in) -> (..., out) with row-parallel weights: varying -> invariant over "tp". The bias is added once."""
+    out = leave(F.linear(x, params["weight"]), "tp")
+    return out + params["bias"] if "bias" in params else out
+
+
+def heads(params: Params, x: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Project and split: (B, T, D) -> (B, H, T, d)."""
+    return linear(params, x).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def layer_norm(params: Params, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """LayerNorm over the last dim; statistics in float32 at least (Ba et al. 2016)."""
+    return F.layer_norm(x, x.shape[-1:], params["weight"], params["bias"], eps)
+
+
+def rms_norm(params: Params, x: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm over the last dim; statistics in float32 at least (Zhang and Sennrich 2019)."""
+    return F.rms_norm(x, x.shape[-1:], params["weight"], eps)
+
+
+def dropout(x: torch.Tensor, p: float, key: torch.Tensor | None) -> torch.Tensor:
+    """Dropout by key; the identity without a key or at p = 0."""
+    return x if key is None or p == 0 else random.dropout(x, p, key)
+
+
+def rotary_tables(frequencies: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, (B or 1, 1, T, d/2) float32, of frequencies (d/2,) at positions (B or 1, T)."""
+    angles = positions[:, None, :, None].float() * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on (B, H, T, d): dim i turns with dim i + d/2, as Hugging Face has it (Su et al. 2021)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    p: float = 0.0,
+    key: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention: q (B, H, T, d), k and v (B, K, T, d), K dividing H -> (B, T, H * d).
+
+    ``mask`` (B, 1, T, T) is added to the scores and must be causal itself (``padding_mask``). ``p`` and ``key`` drop
+    attention weights.
+    """
+    if (key is not None and p > 0) or _needs_plain_attention(q):
+        out = _plain_attention(q, k, v, mask, scale, p, key)
+    else:
+        grouped = k.shape[1] != q.shape[1]
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+        )
+    return out.transpose(1, 2).flatten(2)
+
+
+def _needs_plain_attention(q: torch.Tensor) -> bool:
+    """Where torch's fused attention has no rule: forward mode, second derivatives, and vmap on CPU."""
+    active = graph.transforms()
+    return "Jvp" in active or active.count("Grad") > 1 or (q.device.type == "cpu" and "Vmap" in active)
+
+
+def _plain_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    p: float,
+    key: torch.Tensor | None,
+) -> torch.Tensor:
+    groups, size = k.shape[1], q.shape[2]
+    scores = (q.unflatten(1, (groups, -1)) * scale) @ k.unsqueeze(2).transpose(-1, -2)
+    scores = scores.flatten(1, 2)
+    if mask is None:
+        hidden = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    else:
+        scores = scores + mask
+    weights = scores.softmax(-1, dtype=at_least_float32(q.dtype)).to(q.dtype)
+    weights = dropout(weights, p, key)
+    return (weights.unflatten(1, (groups, -1)) @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def padding_mask(attention_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(B, T), nonzero at real tokens -> (B, 1, T, T), 0 where a token may look and -inf elsewhere.
+
+    Causal; padding is hidden from every token but itself, so that no row is empty (an empty softmax is NaN).
+    """
+    size = attention_mask.shape[1]
+    ones_ = torch.ones(size, size, dtype=torch.bool, device=attention_mask.device)
+    itself = torch.eye(size, dtype=torch.bool, device=attention_mask.device)
+    visible = (ones_.tril() & (attention_mask != 0)[:, None, None, :]) | itself
+    return torch.where(visible, 0.0, -math.inf).to(dtype)
+
+
+def check_tokens(
+    input_ids: torch.Tensor,
+    limit: tuple[str, int],
+    attention_mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+) -> None:
+    """Raise TypeError or ValueError unless ids are (B, T) int64 with T within the limit, and mask and positions fit."""
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dtype != torch.int64:
+        given = input_ids.dtype if isinstance(input_ids, torch.Tensor) else type(input_ids).__name__
+        raise TypeError(f"input_ids: {given}, expected a tensor of torch.int64")
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids: shape {tuple(input_ids.shape)}, expected (B, T)")
+    name, most = limit
+    if input_ids.shape[1] > most:
+        raise ValueError(f"input_ids: {input_ids.shape[1]} tokens a row, but {name} is {most}")
+    batch, size = input_ids.shape
+    if attention_mask is not None and tuple(attention_mask.shape) != (batch, size):
+        raise ValueError(f"attention_mask: shape {tuple(attention_mask.shape)}, expected {(batch, size)}")
+    if position_ids is not None:
+        if tuple(position_ids.shape) not in ((batch, size), (1, size)):
+            raise ValueError(
+                f"position_ids: shape {tuple(position_ids.shape)}, expected {(batch, size)} or {(1, size)}"
+            )
+        if position_ids.dtype != torch.int64:
+            raise TypeError(f"position_ids: {position_ids.dtype}, expected torch.int64")
+
+
+def dropout_key(key: torch.Tensor | None, train: bool, *rates: float) -> torch.Tensor | None:
+    """The key when there is something to drop, else None. Raises ValueError when it is missing."""
+    if not train or not any(rates):
+        return None
+    if key is None:
+        raise ValueError("key: missing; a model with dropout needs one when train=True (or set its dropouts to 0)")
+    return key
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that norms, softmax and losses are computed in: float32 for half precision, else the dtype itself."""
+    return torch.promote_types(dtype, torch.float32)

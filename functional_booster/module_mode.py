@@ -1,0 +1,335 @@
+"""What a functionalized module's torch calls go through: one TorchFunctionMode around its forward.
+
+Random functions draw from the call's key, a fresh one at every site; torch's global generators are never read.
+Functions that write their operands unseen by torch's version counters (batch statistics) are noted. Each function that
+is treated apart has its handler in ``_HANDLERS``.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from functional_booster.kernels import graph, random
+
+_SELU_LIMIT = 1.7580993408473766  # scale * alpha of SELU: what alpha dropout sets dropped units to, negated
+
+
+class ModuleMode(TorchFunctionMode):
+    """Keyed randomness and noted writes for the torch functions that ``module`` calls in a ``with`` block.
+
+    ``key`` is an int32 (2,) key or None; the n-th site that draws uses ``fold_in(key, n)``. ``written`` collects the
+    ids of tensors that were written unseen by their version counters. Raises ValueError where a site draws without a
+    key, and NotImplementedError for random functions that have no keyed form; both name the module that drew.
+    """
+
+    def __init__(self, module: nn.Module, key: torch.Tensor | None) -> None:
+        super().__init__()
+        self.module = module
+        self.key = key
+        self.sites = 0
+        self.written: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            return func(*args, **(kwargs or {}))
+        return handler(self, func, *args, **(kwargs or {}))
+
+    def draw(self, what: str) -> torch.Tensor:
+        """The key of the next site."""
+        if self.key is None:
+            raise ValueError(f"{self.caller()} draws random numbers ({what}): apply needs a key, key=None was given")
+        self.sites += 1
+        return random.fold_in(self.key, self.sites - 1)
+
+    def caller(self) -> str:
+        """The innermost of the module's submodules on the Python stack, by name and type, for errors."""
+        names = {id(submodule): name for name, submodule in self.module.named_modules()}
+        frame = sys._getframe(1)
+        while frame is not None:
+            owner = frame.f_locals.get("self")
+            if id(owner) in names:
+                return f"{names[id(owner)] or 'the module'} ({type(owner).__name__})"
+            frame = frame.f_back
+        return f"the module ({type(self.module).__name__})"
+
+
+def explicit_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention with its weights written out, for what the fused kernels lack: keyed dropout, a softcap, sinks.
+
+    query (..., H, Tq, D), key (..., Hkv, Tk, D), value (..., Hkv, Tk, Dv) with H a multiple of Hkv; ``attn_mask`` is
+    bool (True: attend) or additive, broadcastable to (..., H, Tq, Tk); ``sinks`` (H,) are logits of a place without
+    a value. The softmax is in float32 at least. A row with nothing to attend to gives 0.
+    """
+    if key.dim() > 2 and (repeats := query.shape[-3] // key.shape[-3]) > 1:
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        attn_mask = allowed if attn_mask is None else _both(attn_mask, allowed)
+    dead = None
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        dead = ~attn_mask.any(-1, keepdim=True)
+        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
+    elif attn_mask is not None:
+        scores = scores + attn_mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(-1).to(query.dtype)
+    if sinks is not None:
+        weights = weights[..., :-1]
+    if dead is not None:
+        weights = weights.masked_fill(dead, 0.0)
+    return F.dropout(weights, dropout_p) @ value
+
+
+def _both(mask: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
+    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
+
+
+def _dropout(
+    mode: ModuleMode, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
+    if not training or p == 0.0:
+        return input
+    return _place(input, random.dropout(input, p, mode.draw(f"dropout, p={p}")), inplace)
+
+
+def _torch_dropout(mode: ModuleMode, func: Any, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    return _dropout(mode, F.dropout, input, p, train)
+
+
+def _channel_dropout(spatial_dims: int | None) -> Callable[..., torch.Tensor]:
+    """F.dropout{1,2,3}d: whole channels go, (B, C, ...) or, where torch takes one example, (C, ...)."""
+
+    def handler(
+        mode: ModuleMode, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> torch.Tensor:
+        if not training or p == 0.0:
+            return input
+        kept_dims = 1 if spatial_dims is not None and input.dim() == spatial_dims + 1 else 2
+        ones = input.new_ones(input.shape[:kept_dims] + (1,) * (input.dim() - kept_dims))
+        return _place(input, input * random.dropout(ones, p, mode.draw(f"dropout of channels, p={p}")), inplace)
+
+    return handler
+
+
+def _alpha_dropout(by_channel: bool) -> Callable[..., torch.Tensor]:
+    """F.(feature_)alpha_dropout: mean and variance are kept (Klambauer et al. 2017, Self-Normalizing Networks, 3)."""
+
+    def handler(
+        mode: ModuleMode, func: Any, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
+    ) -> torch.Tensor:
+        if not training or p == 0.0:
+            return input
+        shape = input.shape[:2] + (1,) * (input.dim() - 2) if by_channel else input.shape
+        keep = random.bernoulli(mode.draw(f"alpha dropout, p={p}"), 1.0 - p, tuple(shape)).to(input.dtype)
+        if p == 1.0:
+            return _place(input, input * 0.0, inplace)
+        scale = ((1.0 - p) * (1.0 + p * _SELU_LIMIT**2)) ** -0.5
+        result = scale * (input * keep - _SELU_LIMIT * (1.0 - keep) + _SELU_LIMIT * p)
+        return _place(input, result, inplace)
+
+    return handler
+
+
+def _place(input: torch.Tensor, result: torch.Tensor, inplace: bool) -> torch.Tensor:
+    return input.copy_(result) if inplace else result
+
+
+def _scaled_dot_product_attention(
+    mode: ModuleMode,
+    func: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    if dropout_p == 0.0 and not _lacks_fused_attention(query):
+        return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    with mode:
+        return explicit_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+
+def _lacks_fused_attention(query: torch.Tensor) -> bool:
+    """Where torch's fused attention has no rule: forward mode, second derivatives, and vmap on CPU."""
+    active = graph.transforms()
+    return "Jvp" in active or active.count("Grad") > 1 or (query.device.type == "cpu" and "Vmap" in active)
+
+
+# torch's function answers an active mode by calling the mode again; this twin has its code without that question, so
+# that the mode sees the linear layers and the dropout inside.
+_multi_head_attention_body = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda _: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+
+
+def _multi_head_attention(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return _multi_head_attention_body(*args, **kwargs)
+
+
+def _recurrent(mode: ModuleMode, func: Any, *args: Any) -> Any:
+    """lstm, gru, rnn: (..., flat weights, bias, layers, dropout, training, ...); dropout is inside torch's operator."""
+    weights = max(place for place, arg in enumerate(args) if isinstance(arg, (list, tuple)))
+    dropout, training = args[weights + 3 : weights + 5]
+    if training and dropout > 0:
+        raise NotImplementedError(f"{mode.caller()}: dropout={dropout} between recurrent layers has no keyed form")
+    return func(*args)
+
+
+def _batch_norm(
+    mode: ModuleMode,
+    func: Any,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if training:
+        mode.written.update((id(running_mean), id(running_var)))
+    return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _instance_norm(
+    mode: ModuleMode,
+    func: Any,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    if use_input_stats:
+        mode.written.update((id(running_mean), id(running_var)))
+    return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+
+
+def _rrelu(mode: ModuleMode, func: Any, *args: Any, training: bool = False, **kwargs: Any) -> torch.Tensor:
+    return _unkeyed(mode, func) if training else func(*args, training=training, **kwargs)
+
+
+def _sized(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.rand, torch.randn: the size as one sequence or as integers."""
+
+    def handler(
+        mode: ModuleMode,
+        func: Any,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        size = options.pop("size", size[0] if len(size) == 1 and not isinstance(size[0], int) else size)
+        _refuse_options(mode, func, options)
+        values = draw(mode.draw(func.__name__), tuple(size), dtype or torch.get_default_dtype())
+        return values.to(device if device is not None else torch.get_default_device())
+
+    return handler
+
+
+def _like(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """torch.rand_like, torch.randn_like."""
+
+    def handler(
+        mode: ModuleMode,
+        func: Any,
+        input: torch.Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        _refuse_options(mode, func, options)
+        values = draw(mode.draw(func.__name__), tuple(input.shape), dtype or input.dtype)
+        return values.to(device if device is not None else input.device)
+
+    return handler
+
+
+def _bernoulli(mode: ModuleMode, func: Any, input: torch.Tensor, **options: Any) -> torch.Tensor:
+    _refuse_options(mode, func, options)
+    return random.bernoulli(mode.draw("bernoulli"), input).to(input.dtype)
+
+
+def _refuse_options(mode: ModuleMode, func: Any, options: dict[str, Any]) -> None:
+    if given := [name for name, value in options.items() if value is not None and value is not False]:
+        raise NotImplementedError(
+            f"{mode.caller()} calls {func.__name__} with {', '.join(given)}: it has no keyed form"
+        )
+
+
+def _unkeyed(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError(
+        f"{mode.caller()} calls {func.__name__}, which draws from torch's global generator and has no keyed form: "
+        "hand the random values in as an input"
+    )
+
+
+_UNKEYED = [
+    *(torch.randint, torch.randint_like, torch.randperm, torch.multinomial, torch.normal, torch.poisson),
+    *(torch.Tensor.bernoulli_, torch.Tensor.multinomial, torch.Tensor.normal_),
+    *(torch.Tensor.uniform_, torch.Tensor.random_, torch.Tensor.exponential_, torch.Tensor.geometric_),
+    *(torch.Tensor.cauchy_, torch.Tensor.log_normal_),
+    *(F.gumbel_softmax, F._fractional_max_pool2d, F._fractional_max_pool3d),
+    *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices),
+    *(torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+]
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(_UNKEYED, _unkeyed),
+    F.dropout: _dropout,
+    torch.dropout: _torch_dropout,
+    F.dropout1d: _channel_dropout(1),
+    F.dropout2d: _channel_dropout(None),
+    F.dropout3d: _channel_dropout(3),
+    F.alpha_dropout: _alpha_dropout(by_channel=False),
+    F.feature_alpha_dropout: _alpha_dropout(by_channel=True),
+    torch.rand: _sized(random.uniform),
+    torch.rand_like: _like(random.uniform),
+    torch.randn: _sized(random.normal),
+    torch.randn_like: _like(random.normal),
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    F.scaled_dot_product_attention: _scaled_dot_product_attention,
+    F.multi_head_attention_forward: _multi_head_attention,
+    F.rrelu: _rrelu,
+    F.batch_norm: _batch_norm,
+    F.instance_norm: _instance_norm,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+}

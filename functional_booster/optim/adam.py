@@ -1,0 +1,85 @@
+"""Adam's scaling of gradients by their moments (Kingma and Ba, arXiv 1412.6980; AMSGrad: Reddi et al., 1904.09237)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from functional_booster.kernels import tree
+
+from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise, zero_count
+from .validate import check_scalar
+
+
+class ScaleByAdamState(NamedTuple):
+    """The moments of the gradients so far, each a tree like the parameters."""
+
+    count: torch.Tensor  # () int32: updates made
+    mu: Tree  # first moment, like the parameters, in mu_dtype
+    nu: Tree  # second moment, like the parameters
+    nu_max: Tree | None  # AMSGrad: the largest nu so far, before bias correction (torch's rule, not optax's)
+
+
+def scale_by_adam(
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    eps_root: Scalar = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    *,
+    amsgrad: bool = False,
+) -> GradientTransformation:
+    """``mu_hat / (sqrt(nu_hat + eps_root) + eps)`` with bias-corrected moments. (optax: ``scale_by_adam``.)
+
+    The derivative of the square root at 0 is taken as 0, so that differentiating through updates of elements without a
+    gradient is safe. Arithmetic is in float32 at least, whatever the moments' dtypes.
+    """
+    check_scalar("b1", b1, below=1.0)
+    check_scalar("b2", b2, below=1.0)
+    check_scalar("eps", eps)
+    check_scalar("eps_root", eps_root)
+
+    def init(params: Tree) -> ScaleByAdamState:
+        def zeros() -> Tree:
+            return tree.map(torch.zeros_like, params)
+
+        mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
+        return ScaleByAdamState(zero_count(params), mu, zeros(), zeros() if amsgrad else None)
+
+    def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None) -> tuple[Tree, ScaleByAdamState]:
+        count = state.count + 1
+        mu = tree.map(lambda g, m: _moment(g, m, b1), updates, state.mu)
+        nu = tree.map(lambda g, v: _moment(g, v, b2, square=True), updates, state.nu)
+        nu_max = tree.map(torch.maximum, state.nu_max, nu) if amsgrad else None
+        correction1, correction2 = _bias_correction(b1, count), _bias_correction(b2, count)
+
+        def direction(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            dtype = compute_dtype(g, m, v)
+            corrected = v.to(dtype) / correction2.to(dtype)
+            root = _sqrt(corrected if _is_zero(eps_root) else corrected + at(eps_root, dtype))
+            return (m.to(dtype) / correction1.to(dtype) / (root + at(eps, dtype))).to(g.dtype)
+
+        return tree.map(direction, updates, mu, nu_max if amsgrad else nu), ScaleByAdamState(count, mu, nu, nu_max)
+
+    # Without eps an element that never had a gradient becomes 0/0: padding must not join in.
+    return GradientTransformation(init, update, None if _is_zero(eps) and _is_zero(eps_root) else elementwise)
+
+
+def _moment(g: torch.Tensor, moment: torch.Tensor, decay: Scalar, square: bool = False) -> torch.Tensor:
+    dtype = compute_dtype(g, moment)
+    g = g.to(dtype)
+    return torch.lerp(moment.to(dtype), g * g if square else g, at(1 - decay, dtype)).to(moment.dtype)
+
+
+def _bias_correction(decay: Scalar, count: torch.Tensor) -> torch.Tensor:
+    """1 - decay^count, 0-d float64: in float32 the difference loses half its digits."""
+    return 1 - at(decay, torch.float64) ** count.to(torch.float64)
+
+
+def _sqrt(x: torch.Tensor) -> torch.Tensor:
+    return torch.sqrt(torch.where(x == 0, 0.0, x))
+
+
+def _is_zero(value: Scalar) -> bool:
+    return not isinstance(value, torch.Tensor) and value == 0

@@ -1,0 +1,130 @@
+"""The protocol of optimizers: a pair of pure functions, and which leaves they treat alike.
+
+``init(params) -> state`` and ``update(updates, state, params) -> (updates, state)``, as in optax. Both take a plain
+tree of tensors or a tree with ``flat.Flat`` nodes; masks and labels are always written for the plain tree.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from functional_booster.kernels import flat, tree
+
+Tree: TypeAlias = tree.Tree
+Scalar: TypeAlias = float | torch.Tensor
+Schedule: TypeAlias = Callable[[Any], Any]  # step -> learning rate: an int to a float, a tensor to a tensor
+ScalarOrSchedule: TypeAlias = Scalar | Schedule
+
+
+class GradientTransformation(NamedTuple):
+    """``init(params) -> state``, ``update(updates, state, params=None) -> (updates, state)`` and ``groups``.
+
+    ``groups(abstract) -> labels`` gives each leaf of a plain tree a hashable label: leaves of one label may lie side by
+    side in one buffer, padded with zeros. None keeps a leaf in its own shape; ``groups=None`` keeps every leaf.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[..., tuple[Tree, Any]]
+    groups: Callable[[Tree], Tree] | None = None
+
+
+def as_transformation(tx: Any) -> GradientTransformation:
+    """``tx`` itself, or a pair ``(init, update)`` as a GradientTransformation; raises TypeError for anything else."""
+    if isinstance(tx, GradientTransformation):
+        return tx
+    if isinstance(tx, tuple) and len(tx) == 2 and all(callable(part) for part in tx):
+        return GradientTransformation(*tx)
+    raise TypeError(f"a transformation is a GradientTransformation or a pair (init, update), got {type(tx).__name__}")
+
+
+def elementwise(abstract: Tree) -> Tree:
+    """The labels of a transformation that works element by element: one for all leaves."""
+    return tree.map(lambda _: (), abstract)
+
+
+def leaf_labels(tx: GradientTransformation, abstract: Tree) -> list[Any]:
+    """``tx``'s label of each leaf of a plain tree, in the order of the leaves."""
+    if tx.groups is None:
+        return [None] * len(tree.leaves(abstract))
+    return tree.structure(abstract).flatten_up_to(tx.groups(abstract))
+
+
+def stateless(fn: Callable[[Tree, Tree | None], Tree], groups: Callable[[Tree], Tree] | None) -> GradientTransformation:
+    """The transformation ``updates -> fn(updates, params)`` that remembers nothing."""
+    return GradientTransformation(
+        lambda params: (), lambda updates, state, params=None: (fn(updates, params), state), groups
+    )
+
+
+def identity() -> GradientTransformation:
+    """The transformation that hands updates through."""
+    return stateless(lambda updates, params: updates, elementwise)
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """``params + updates`` in the parameters' dtypes; a parameter whose update is None stays as it is."""
+
+    def add(param: torch.Tensor, update: torch.Tensor | None) -> torch.Tensor:
+        return param if update is None else (param + update).to(param.dtype)
+
+    return tree.map(add, params, updates)
+
+
+def stands_for(params: Tree) -> Tree:
+    """The plain tree that masks and labels are written for: Flats expanded to slots, None where a bucket is None."""
+
+    def expand(node: Any) -> Tree:
+        if not isinstance(node, flat.Flat):
+            return node
+        return tree.map(lambda slot: None if node.buffers[slot.bucket] is None else slot, flat.stands_for(node))
+
+    return tree.map(expand, params, is_leaf=_is_flat)
+
+
+def spread(values: Tree, params: Tree) -> Tree:
+    """What holds for each leaf of ``stands_for(params)``, brought to the structure of ``params``."""
+    return tree.map(lambda node, value: flat.spread(value, node), params, values, is_leaf=_is_flat)
+
+
+def broadcast(prefix: Tree, plain: Tree) -> Tree:
+    """A prefix of ``plain``'s structure, with each of its leaves repeated over the subtree below it."""
+    return tree.map(lambda value, below: tree.map(lambda _: value, below), prefix, plain)
+
+
+def evaluate(value: ScalarOrSchedule, count: torch.Tensor) -> Scalar:
+    """The schedule's value at step ``count``; a number or tensor is its own value."""
+    return value if isinstance(value, torch.Tensor) or not callable(value) else value(count)
+
+
+def device_of(params: Tree) -> torch.device:
+    """The device of the first leaf; CPU for a tree without leaves."""
+    return next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu"))
+
+
+def zero_count(params: Tree) -> torch.Tensor:
+    """A step counter at zero: 0-d int32 on the parameters' device."""
+    return torch.zeros((), dtype=torch.int32, device=device_of(params))
+
+
+def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """The dtype to do arithmetic in: the widest of the tensors', float32 at least (bfloat16 rounds b2=0.999 to 1)."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+
+
+def at(value: Scalar, dtype: torch.dtype) -> Scalar:
+    """A 0-d tensor in ``dtype``; a number as it is."""
+    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+
+
+def times(tensor: torch.Tensor, factor: Scalar) -> torch.Tensor:
+    """``tensor * factor`` in the tensor's dtype, computed in float32 at least."""
+    dtype = compute_dtype(tensor)
+    return (tensor.to(dtype) * at(factor, dtype)).to(tensor.dtype)
+
+
+def _is_flat(node: Any) -> bool:
+    return isinstance(node, flat.Flat)

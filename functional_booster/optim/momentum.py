@@ -1,0 +1,53 @@
+"""Heavy-ball and Nesterov momentum."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from functional_booster.kernels import tree
+
+from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise, zero_count
+from .validate import check_scalar
+
+
+class TraceState(NamedTuple):
+    """The decaying sum of the updates so far."""
+
+    count: torch.Tensor  # () int32: updates made; the first is not dampened
+    trace: Tree  # like the parameters, in accumulator_dtype
+
+
+def trace(
+    decay: Scalar, nesterov: bool = False, accumulator_dtype: torch.dtype | None = None, *, dampening: Scalar = 0.0
+) -> GradientTransformation:
+    """``trace <- decay * trace + (1 - dampening) * g``; gives the trace, or ``g + decay * trace`` with ``nesterov``.
+
+    The first gradient enters undampened, as in torch.optim.SGD. (optax: ``trace``, which has no dampening.)
+    """
+    check_scalar("decay", decay)
+    check_scalar("dampening", dampening, minimum=-float("inf"))
+    undamped = not isinstance(dampening, torch.Tensor) and dampening == 0
+
+    def init(params: Tree) -> TraceState:
+        return TraceState(zero_count(params), tree.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params))
+
+    def update(updates: Tree, state: TraceState, params: Tree | None = None) -> tuple[Tree, TraceState]:
+        def accumulate(g: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
+            dtype = compute_dtype(g, past)
+            new = g.to(dtype)
+            if not undamped:
+                new = torch.where(state.count == 0, new, new * at(1 - dampening, dtype))
+            return (past.to(dtype) * at(decay, dtype) + new).to(past.dtype)
+
+        def direction(g: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
+            if not nesterov:
+                return momentum.to(g.dtype)
+            dtype = compute_dtype(g, momentum)
+            return (g.to(dtype) + momentum.to(dtype) * at(decay, dtype)).to(g.dtype)
+
+        momenta = tree.map(accumulate, updates, state.trace)
+        return tree.map(direction, updates, momenta), TraceState(state.count + 1, momenta)
+
+    return GradientTransformation(init, update, elementwise)

@@ -1,0 +1,206 @@
+"""The train step: pure functions from (state, batch) to (state, metrics), in three parts.
+
+``gradients`` of one microbatch, ``add`` over microbatches, ``update`` of the state. One batch is one graph; with
+accumulation there are two, the microbatch and the update.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functional_booster import optim
+from functional_booster.kernels import flat, random, transforms, tree
+from functional_booster.precision import Policy, cast
+
+from .state import TrainState, assemble
+
+Tree = tree.Tree
+LossFn = Callable[..., Any]
+Metrics = dict[str, torch.Tensor]
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What microbatches add up to: gradients of the loss sum, loss sum, weight, aux times weight, and the newest buffers."""
+
+    grads: Tree
+    loss: torch.Tensor
+    weight: torch.Tensor
+    aux: dict[str, torch.Tensor]
+    buffers: Tree
+
+
+tree.register(Sums, ("grads", "loss", "weight", "aux", "buffers"))
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a step is made of; static."""
+
+    loss_fn: LossFn
+    tx: optim.GradientTransformation
+    policy: Policy
+    accumulate: int = 1
+    max_norm: float | None = None
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise TypeError(f"loss_fn: {type(self.loss_fn).__name__}, expected a function (params, batch, key) -> (sum, weight)")
+        if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
+            raise ValueError(f"accumulate: {self.accumulate!r}, expected a whole number of microbatches, at least 1")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm: {self.max_norm!r}, expected a positive number, or None for no clipping")
+
+
+def gradients(recipe: Recipe, state: TrainState, batch: Tree, microbatch: int | torch.Tensor = 0) -> Sums:
+    """Gradients of the loss sum with respect to the storage, in the compute dtype, and the sums beside it."""
+    key = random.fold_in(random.fold_in(state.key, state.position), microbatch)
+    frozen = cast(state.frozen, recipe.policy.compute)
+
+    def summed(storage: flat.Flat) -> tuple[torch.Tensor, tuple[torch.Tensor, dict[str, Any], Tree]]:
+        loss, weight, aux, buffers = evaluate(recipe.loss_fn, assemble(storage, frozen), batch, key, state.buffers)
+        return loss, (weight, aux, buffers)
+
+    storage = cast(state.storage, recipe.policy.compute)
+    grads, (loss, (weight, aux, buffers)) = transforms.grad_and_value(summed, has_aux=True)(storage)
+    grads = cast(grads, recipe.policy.accumulate) if recipe.accumulate > 1 else grads
+    return Sums(grads, loss.detach(), weight, {name: value * weight for name, value in aux.items()}, buffers)
+
+
+def add(sums: Sums, more: Sums) -> Sums:
+    """The sums of both; buffers are the later ones."""
+    total = tree.map(torch.add, *((s.grads, s.loss, s.weight, s.aux) for s in (sums, more)))
+    return Sums(*total, more.buffers)
+
+
+def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+    """Divide by the weight once, clip, apply the optimizer; a step whose gradients are not finite changes nothing."""
+    weight = sums.weight.clamp_min(TINY)
+    grads = tree.map(lambda grad, leaf: grad.to(leaf.dtype) / weight.to(leaf.dtype), sums.grads, state.storage)
+    norm = optim.global_norm(grads)
+    if recipe.max_norm is not None:
+        factor = (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
+        grads = tree.map(lambda grad: grad * factor.to(grad.dtype), grads)
+    updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
+    storage = optim.apply_updates(state.storage, updates)
+    finite = norm.isfinite()
+    if recipe.skip_nonfinite:
+        storage, opt_state, buffers = tree.map(
+            lambda new, old: torch.where(finite, new, old) if isinstance(new, torch.Tensor) else new,
+            (storage, opt_state, sums.buffers),
+            (state.storage, state.opt_state, state.buffers),
+        )
+    else:
+        buffers = sums.buffers
+    done = finite.to(state.step.dtype) if recipe.skip_nonfinite else torch.ones_like(state.step)
+    new = state.replace(
+        step=state.step + done, position=state.position + 1, storage=storage, opt_state=opt_state, buffers=buffers
+    )
+    metrics = {
+        "loss": sums.loss / weight,
+        "grad_norm": norm,
+        "tokens": sums.weight,
+        "skipped": 1.0 - done.to(torch.float32),
+        "loss_scale": state.loss_scale,
+        **{name: value / weight for name, value in sums.aux.items()},
+    }
+    learning_rate = optim.learning_rate(opt_state)
+    return new, metrics if learning_rate is None else {**metrics, "lr": learning_rate}
+
+
+def evaluate(
+    loss_fn: LossFn, params: Tree, batch: Tree, key: torch.Tensor | None, buffers: Tree
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Tree]:
+    """Call a loss function in any of its forms: (loss sum, weight, aux scalars, new buffers)."""
+    wanted = _parameters(loss_fn)
+    keywords = {name: value for name, value in (("key", key), ("buffers", buffers)) if wanted is None or name in wanted}
+    try:
+        result = loss_fn(params, batch, **(keywords if wanted is not None else {"key": key}))
+    except KeyError as error:
+        name = error.args[0] if error.args else None
+        if isinstance(batch, dict) and isinstance(name, str) and name not in batch and name.isidentifier():
+            raise KeyError(f"batch has no {name!r}, which loss_fn reads; it has {sorted(batch)}") from error
+        raise
+    parts = result if isinstance(result, tuple) else (result,)
+    loss, weight, aux = (*parts, None, None)[:3] if len(parts) <= 3 else (None, None, None)
+    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
+        raise TypeError(f"loss_fn returned {_describe(result)}, expected a 0-d mean, (sum, weight) or (sum, weight, aux)")
+    if len(parts) == 1:
+        weight = torch.tensor(float(_rows(batch)), dtype=torch.float32, device=loss.device)
+        loss = loss * weight.to(loss.dtype)
+    weight = torch.as_tensor(weight, dtype=torch.float32, device=loss.device).detach()
+    if weight.dim() != 0:
+        raise TypeError(f"loss_fn returned a weight of shape {tuple(weight.shape)}, expected a number or a 0-d tensor")
+    if aux is not None and not isinstance(aux, dict):
+        raise TypeError(f"loss_fn returned aux of type {type(aux).__name__}, expected a dict of scalars")
+    aux = dict(aux or {})
+    new_buffers = aux.pop("buffers", buffers)
+    return loss, weight, {name: _scalar(name, value, loss) for name, value in aux.items()}, tree.map(torch.Tensor.detach, new_buffers)
+
+
+def microbatches(batch: Tree, number: int) -> list[Tree]:
+    """The batch cut along dim 0 into ``number`` equal parts; 0-d leaves go to each. Raises ValueError, naming the sizes."""
+    if number == 1:
+        return [batch]
+    rows = _rows(batch)
+    if rows % number:
+        raise ValueError(f"batch: {rows} rows cannot be split into accumulate={number} equal microbatches")
+    size = rows // number
+    return [
+        tree.map(lambda leaf, first=first: leaf if leaf.dim() == 0 else leaf[first : first + size], batch)
+        for first in range(0, rows, size)
+    ]
+
+
+def check_batch(batch: Tree, device: torch.device) -> None:
+    """Raise, naming the leaf, for a batch that is no tree of tensors with one dim 0 on the state's device."""
+    named = tree.named_leaves(batch)
+    if not named:
+        raise ValueError("batch: no tensors in it")
+    rows: dict[int, str] = {}
+    for name, leaf in named.items():
+        where = f"batch.{name}" if name else "batch"
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(f"{where}: {type(leaf).__name__}, expected a torch.Tensor")
+        if leaf.device != device:
+            raise ValueError(f"{where} is on {leaf.device}, the state on {device}: move the batch there")
+        if leaf.dim():
+            rows.setdefault(leaf.shape[0], where)
+    if len(rows) > 1:
+        (first, one), (second, other) = list(rows.items())[:2]
+        raise ValueError(f"{one} has {first} rows and {other} has {second}: dim 0 of each leaf is the batch's rows")
+    if not rows or 0 in rows:
+        raise ValueError("batch: no rows in it (dim 0 of each leaf is the batch's rows)")
+
+
+def _rows(batch: Tree) -> int:
+    return next((leaf.shape[0] for leaf in tree.leaves(batch) if leaf.dim()), 1)
+
+
+def _scalar(name: str, value: Any, loss: torch.Tensor) -> torch.Tensor:
+    scalar = torch.as_tensor(value, device=loss.device)
+    if scalar.dim() != 0:
+        raise TypeError(f"loss_fn returned aux[{name!r}] of shape {tuple(scalar.shape)}, expected a scalar")
+    return scalar.detach().to(loss.dtype)
+
+
+def _parameters(loss_fn: LossFn) -> frozenset[str] | None:
+    """The names of the parameters, beyond params and batch, that a loss function takes; None when it cannot be told."""
+    try:
+        parameters = list(inspect.signature(loss_fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__
