@@ -66,6 +66,7 @@ _library.define("mark(Tensor x, str name) -> Tensor")
 _library.impl("mark", lambda x, name: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("functional_booster_region::mark", lambda x, name: torch.empty_like(x))
 mark_op = torch.ops.functional_booster_region.mark.default
+NAME = "functional_booster_name"  # the key in node.meta of a value's name
 
 
 class _Mark(torch.autograd.Function):
@@ -174,21 +175,22 @@ def _build(
         forward = graphs.own_results(graphs.trace(forward_only, examples))
         return Pair(_register(forward), "", len(tangents), (), (), wanted, structure, outline)
     with bind(marks=policy is not None, outline=False):
-        traced = graphs.trace(joint, [*examples, *tangents], decompose=policy is None)
+        traced = _read_marks(graphs.trace(joint, [*examples, *tangents], decompose=policy is None))
     if policy is None:
         halves = graphs.min_cut(traced, number, len(tangents))
     else:
         halves = graphs.cut(traced, number, len(tangents), policy)
-    names = [_register(_without_marks(graph)) for graph in (halves.forward, halves.backward)]
+    names = _register(halves.forward), _register(halves.backward)
     return Pair(*names, len(tangents), halves.kept, halves.residuals, wanted, structure, outline)
 
 
-def _without_marks(graph: GraphModule) -> GraphModule:
+def _read_marks(graph: GraphModule) -> GraphModule:
+    """The graph without its marks; a value that was marked has its name in ``node.meta``."""
     for node in list(graph.graph.nodes):
         if node.target is mark_op:
+            node.args[0].meta[NAME] = node.args[1]
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
-    graph.recompile()
     return graph
 
 

@@ -46,7 +46,7 @@ def dots_saveable(node: Node) -> bool:
 
 def save_only_these_names(*names: str) -> Policy:
     """Save the values marked by ``checkpoint_name(x, name)`` with one of these names; compute the others again."""
-    return lambda node: node.target is region.mark_op and node.args[1] in names
+    return lambda node: node.meta.get(region.NAME) in names
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
