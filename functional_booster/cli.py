@@ -15,12 +15,11 @@ from typing import Any, Literal
 
 import torch
 
-FREE_ON_RESUME = ("out", "resume", "stop_after", "device", "profile")
+FREE_ON_RESUME = ("out", "resume", "stop_after", "device", "sample", "profile")
 INTERRUPTED = 130  # the shell's exit status for a command that Ctrl-C ended
 VALIDATION = 8  # batches
 TEMPERATURE = 0.8
 PROMPT = b"\n"
-SAMPLE = 400  # bytes
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -77,6 +76,8 @@ class Train:
     """Steps between two validations."""
     save_every: int = 100
     """Steps between two checkpoints; one is also written at the end, and on Ctrl-C."""
+    sample: int = 400
+    """Bytes of text that the trained model writes at the end."""
     profile: bool = False
     """Record three steps with torch.profiler, into profile/trace.json in --out."""
 
@@ -137,7 +138,7 @@ def prepare(config: Train) -> Run:
     from .booster import Booster
 
     _check(config)
-    booster = Booster(device=None if config.device == "auto" else config.device, mixed_precision=config.precision)
+    booster: Any = Booster(device=None if config.device == "auto" else config.device, mixed_precision=config.precision)
     text = data.bytes_of(data.text_files(config.data))
     training, held_out = data.split(text)
     batches = data.batches(training, config.batch_size, config.length, config.seed, booster.device)
@@ -247,6 +248,8 @@ def _check(config: Train) -> None:
             raise ValueError(f"{_flag(name)}: {getattr(config, name)}, expected at least 1")
     if config.stop_after is not None and config.stop_after < 1:
         raise ValueError(f"--stop-after: {config.stop_after}, expected at least 1")
+    if config.sample < 0:
+        raise ValueError(f"--sample: {config.sample}, expected a number of bytes")
     if config.length < 2:
         raise ValueError(f"--length: {config.length}, expected at least 2 bytes, one to read and one to predict")
     if config.n_embd % config.n_head:
@@ -368,7 +371,9 @@ def _sample(run: Run, state: Any) -> str:
 
     prompt = torch.tensor([list(PROMPT)], device=run.booster.device)
     key = random.key(run.config.seed)
-    tokens = generate(run.model, state.params, prompt, key=key, max_new_tokens=SAMPLE, temperature=TEMPERATURE)
+    tokens = generate(
+        run.model, state.params, prompt, key=key, max_new_tokens=run.config.sample, temperature=TEMPERATURE
+    )
     text = bytes(tokens[0, len(PROMPT) :].tolist()).decode("utf-8", errors="replace")
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 

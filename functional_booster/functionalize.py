@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ class _Skeleton(threading.local):
         ]
 
     @contextlib.contextmanager
-    def holding(self, values: Values, train: bool) -> Iterator[tuple[nn.Module, Callable[[str], torch.Tensor]]]:
+    def holding(self, values: Values, train: bool) -> Generator[tuple[nn.Module, Callable[[str], torch.Tensor]]]:
         """The module with these values, and what reads the value now under a name; afterwards it is as before."""
         before = [(owner, vars(owner).copy()) for owner in self._owners]
         try:
@@ -224,7 +224,7 @@ def _on_meta(module: nn.Module) -> nn.Module:
                 memo[id(value)] = torch.empty_like(value, device="meta", requires_grad=False)
     try:
         skeleton = copy.deepcopy(module, memo)
-    except (TypeError, RuntimeError, NotImplementedError) as error:
+    except (TypeError, RuntimeError) as error:
         raise TypeError(f"module: {type(module).__name__} cannot be copied by copy.deepcopy: {error}") from error
     for owner in skeleton.modules():
         if isinstance(owner, nn.RNNBase):
@@ -252,9 +252,7 @@ def _check_module(module: Any) -> None:
 
 def _info(parameter: nn.Parameter) -> ArrayInfo:
     differentiable = parameter.is_floating_point() or parameter.is_complex()
-    return ArrayInfo(
-        tuple(parameter.shape), parameter.dtype, trainable=bool(parameter.requires_grad and differentiable)
-    )
+    return ArrayInfo(tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad and differentiable)
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

@@ -42,7 +42,7 @@ def generate(
     tokens = prompt.clone()
     for index in range(max_new_tokens):
         logits = last_logits(params, tokens[:, -window:])
-        if temperature == 0:
+        if key is None or temperature == 0:
             chosen = logits.argmax(-1)
         else:
             chosen = _sample(random.fold_in(key, index), rows, _cut(logits / temperature, top_k, top_p))

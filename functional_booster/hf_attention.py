@@ -46,8 +46,8 @@ def is_causal_lm(module: nn.Module) -> bool:
 
     known = set(auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     # An encoder (BERT) looks ahead unless its config makes it a decoder.
-    encoder = module.config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    encoder = encoder and not getattr(module.config, "is_decoder", False)
+    config: Any = module.config
+    encoder = config.model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
     return not encoder and any(cls.__name__ in known for cls in type(module).__mro__)
 
 
@@ -63,12 +63,22 @@ def prepare(skeleton: nn.Module) -> None:
         for part in model.modules():
             if getattr(part, "gradient_checkpointing", False):
                 part.gradient_checkpointing = False
+            # What checkpointing hooks in to make embeddings require gradients, which torch.func forbids.
+            for hook_id, hook in list(part._forward_hooks.items()):
+                if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                    del part._forward_hooks[hook_id]
         if all(_takes_attention(part) for part in model.modules() if pretrained_models(part) == [part]):
             _register()
         else:
             configs = []
         names = tuple(inspect.signature(model.forward).parameters)
         model.register_forward_pre_hook(functools.partial(_choose_masks, configs, names), with_kwargs=True)
+
+
+def _has_config(part: nn.Module) -> bool:
+    from transformers import PretrainedConfig
+
+    return isinstance(getattr(part, "config", None), PretrainedConfig)
 
 
 def _takes_attention(model: Any) -> bool:
@@ -86,7 +96,7 @@ def _register() -> None:
 
 
 def _choose_masks(
-    configs: list[Any], names: tuple[str, ...], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    configs: list[Any], names: tuple[str, ...], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a forward: masks come from the mask handed in; with none handed in, nothing looks at values."""
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -154,7 +164,7 @@ def _attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs.get("position_bias")
         )
-    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and attention_mask is None and query.shape[2] > 1
     mixed = explicit_attention(query, key, value, attention_mask, dropout, causal, scaling, softcap, sinks)
     return mixed.transpose(1, 2).contiguous(), None

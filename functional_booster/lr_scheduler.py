@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as torch_schedulers
 
@@ -68,7 +69,12 @@ class ScheduledLR(torch_schedulers.LRScheduler):
         self.last_epoch = state_dict["last_epoch"]
         self.base_lrs = list(state_dict["base_lrs"])
         self._step_count = state_dict["_step_count"]
-        self._update_lr(self.last_epoch)
+        self._last_lr = self.get_lr()
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 class CosineAnnealingLR(ScheduledLR):
@@ -202,8 +208,17 @@ class OneCycleLR(ScheduledLR):
         )
         super().__init__(optimizer, make, last_epoch)
 
-    def _update_lr(self, epoch: int | None = None) -> None:
-        super()._update_lr(epoch)
+    def step(self, epoch: int | None = None) -> None:
+        """Write the next rates and momentum into the param groups."""
+        super().step(epoch)
+        self._write_momentum()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from ``state_dict``, the momentum too."""
+        super().load_state_dict(state_dict)
+        self._write_momentum()
+
+    def _write_momentum(self) -> None:
         if self._momentum is None:
             return
         momentum = self._momentum(self.last_epoch)

@@ -306,7 +306,7 @@ _UNKEYED = [
     *(torch.Tensor.bernoulli_, torch.Tensor.multinomial, torch.Tensor.normal_),
     *(torch.Tensor.uniform_, torch.Tensor.random_, torch.Tensor.exponential_, torch.Tensor.geometric_),
     *(torch.Tensor.cauchy_, torch.Tensor.log_normal_),
-    *(F.gumbel_softmax, F._fractional_max_pool2d, F._fractional_max_pool3d),
+    *(F.gumbel_softmax, vars(F)["_fractional_max_pool2d"], vars(F)["_fractional_max_pool3d"]),
     *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices),
     *(torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
 ]

@@ -22,7 +22,9 @@ BatchingRule: TypeAlias = Callable[[Callable[..., Any], int, tuple[Any, ...], tu
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
-def one_by_one(primitive: Callable[..., Any], size: int, dims: tuple[Any, ...], args: tuple[Any, ...]) -> tuple[Any, int]:
+def one_by_one(
+    primitive: Callable[..., Any], size: int, dims: tuple[Any, ...], args: tuple[Any, ...]
+) -> tuple[Any, int]:
     """The batching rule of any op: call it for each element of the batch and stack the outputs. Right, and slow."""
     outputs = [
         primitive(*(arg if dim is None else arg.select(dim, index) for arg, dim in zip(args, dims, strict=True)))
@@ -105,4 +107,20 @@ def primitive(
     # torch binds the arguments at every call; asking for the signature of a plain function is the slow part of that.
     Primitive.forward.__signature__ = inspect.signature(Primitive.forward)
     Primitive.__name__ = Primitive.__qualname__ = name
-    return Primitive.apply
+
+    def call(*args: Any) -> Any:
+        # Dynamo traces no variadic forward, and no Function in a backward, unless it differentiates that Function; where
+        # nothing is differentiated or batched, the op is all that there is to the Function.
+        if torch.compiler.is_dynamo_compiling() and not _is_transformed(args):
+            return op(*args)
+        return Primitive.apply(*args)
+
+    call.__name__ = call.__qualname__ = name
+    return call
+
+
+def _is_transformed(args: tuple[Any, ...]) -> bool:
+    """Whether a transform of torch.func, or autograd, looks at this call."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)

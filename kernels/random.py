@@ -174,6 +174,8 @@ def randint(
 
 def permutation(key: torch.Tensor, x: int | torch.Tensor) -> torch.Tensor:
     """A random order of 0..x-1, int64 (x,), or the tensor ``x`` in a random order along dim 0."""
+    if isinstance(x, torch.Tensor) and x.dim() == 0:
+        raise ValueError("permutation: x has no dim to permute, it is a 0-d tensor")
     count = x.shape[0] if isinstance(x, torch.Tensor) else x
     order = torch.argsort(_wide(key, (count,), None, None), stable=True)
     return x[order] if isinstance(x, torch.Tensor) else order
@@ -210,6 +212,8 @@ def dropout(
     ``p``, in [0, 1], is taken to the nearest multiple of 2**-16, and the scale fits that value exactly. Backward keeps
     one byte an element. ``global_shape`` and ``start`` place ``x`` in the whole activation. (Srivastava et al., 2014.)
     """
+    if not x.is_floating_point():
+        raise TypeError(f"dropout: x must be floating-point, got {x.dtype}")
     _check_probability("dropout", p)
     dropped = round(p * 2**16)
     if dropped == 0:
@@ -239,14 +243,18 @@ def _draw(
     for dim, (begin, size, whole, stride) in enumerate(zip(start, shape, global_shape, strides, strict=True)):
         if isinstance(begin, torch.Tensor):
             if begin.dim() or not _is_integer(begin):
-                raise TypeError(f"start[{dim}]: expected an int or an integer 0-d tensor, got shape {tuple(begin.shape)}")
+                raise TypeError(
+                    f"start[{dim}]: expected an int or an integer 0-d tensor, got shape {tuple(begin.shape)}"
+                )
             term = begin.to(key.device, torch.int64) * stride
             offset = term if offset is None else offset + term
             begin = 0
         else:
             base += begin * stride
         if begin < 0 or begin + size > whole:
-            raise ValueError(f"dim {dim}: a draw of {size} from {begin} on does not lie in global_shape {tuple(global_shape)}")
+            raise ValueError(
+                f"dim {dim}: a draw of {size} from {begin} on does not lie in global_shape {tuple(global_shape)}"
+            )
     return threefry.bits(key, offset, base, tuple(shape), strides, width)
 
 

@@ -91,7 +91,7 @@ def run_starts(
 ) -> tuple[torch.Tensor, int]:
     """A draw as runs of consecutive positions: where each run starts, int64 (batch * runs,), and their common length."""
     *outer, (length, _) = _runs(shape, strides)
-    starts = torch.tensor(base, device=key.device) if offset is None else offset.reshape(-1, 1) + base
+    starts = key.new_full((1,), base, dtype=torch.int64) if offset is None else offset.reshape(-1) + base
     for size, stride in outer:
         starts = starts.unsqueeze(-1) + torch.arange(size, device=key.device) * stride
     batch = key.numel() // 2

@@ -231,16 +231,12 @@ def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch.Tenso
     """Radians a token of each pair of dims, (d/2,) float32. llama3 slows the low ones down (Llama 3.1)."""
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     frequencies = 1.0 / rope.rope_theta**exponents
+    given = rope.to_dict()
     if rope.rope_type == "linear":
-        return frequencies / rope.factor
+        return frequencies / given["factor"]
     if rope.rope_type == "default":
         return frequencies
-    factor, low, high, original = (
-        rope.factor,
-        rope.low_freq_factor,
-        rope.high_freq_factor,
-        rope.original_max_position_embeddings,
-    )
-    turns = original * frequencies / (2 * math.pi)  # within the original context
+    factor, low, high = given["factor"], given["low_freq_factor"], given["high_freq_factor"]
+    turns = given["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
     blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0: slow, divided by factor; 1: fast, kept
     return frequencies * (blend + (1 - blend) / factor)

@@ -32,9 +32,9 @@ class Model:
     apply: Callable[..., Any]
     abstract: Tree
     buffers: Callable[[], Tree] = dict
-    hidden: Callable[..., torch.Tensor] | None = None
-    head: Callable[[Tree], torch.Tensor] | None = None
-    loss: Callable[..., Any] | None = None
+    hidden: Any = None
+    head: Any = None
+    loss: Any = None
     config: Any = None
     name: str = "model"
 

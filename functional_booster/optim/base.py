@@ -115,15 +115,24 @@ def compute_dtype(*tensors: torch.Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
 
 
-def at(value: Scalar, dtype: torch.dtype) -> Scalar:
-    """A 0-d tensor in ``dtype``; a number as it is."""
-    return value.to(dtype) if isinstance(value, torch.Tensor) else value
+def at(value: Scalar, like: torch.Tensor) -> Scalar:
+    """A 0-d tensor in the dtype and on the device of ``like``; a number as it is."""
+    return value.to(like.device, like.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def times(tensor: torch.Tensor, factor: Scalar) -> torch.Tensor:
     """``tensor * factor`` in the tensor's dtype, computed in float32 at least."""
-    dtype = compute_dtype(tensor)
-    return (tensor.to(dtype) * at(factor, dtype)).to(tensor.dtype)
+    wide = tensor.to(compute_dtype(tensor))
+    return (wide * at(factor, wide)).to(tensor.dtype)
+
+
+def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: Scalar) -> torch.Tensor:
+    """``x + factor * y`` in x's dtype, computed in float32 at least, in one pass."""
+    dtype = compute_dtype(x, y)
+    wide, addend = x.to(dtype), y.to(dtype)
+    if isinstance(factor, torch.Tensor):
+        return torch.addcmul(wide, addend, factor.to(wide.device, dtype)).to(x.dtype)
+    return torch.add(wide, addend, alpha=factor).to(x.dtype)
 
 
 def _is_flat(node: Any) -> bool:

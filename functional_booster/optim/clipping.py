@@ -31,7 +31,7 @@ def clip_by_global_norm(max_norm: Scalar) -> GradientTransformation:
 
     def clipped(updates: Tree, params: Tree | None) -> Tree:
         norm = global_norm(updates)
-        factor = (at(max_norm, norm.dtype) / (norm + 1e-6)).clamp(max=1.0)
+        factor = (at(max_norm, norm) / (norm + 1e-6)).clamp(max=1.0)
         return tree.map(lambda u: times(u, factor), updates)
 
     return stateless(clipped, elementwise)
@@ -42,7 +42,7 @@ def clip(max_delta: Scalar) -> GradientTransformation:
     check_scalar("max_delta", max_delta)
 
     def bound(update: torch.Tensor) -> torch.Tensor:
-        limit: Any = at(max_delta, update.dtype)
+        limit: Any = at(max_delta, update)
         return torch.clamp(update, -limit, limit)
 
     return stateless(lambda updates, params: tree.map(bound, updates), elementwise)

@@ -68,9 +68,9 @@ def inject_hyperparams(
 
 
 def hyperparameter(value: Any, device: torch.device) -> torch.Tensor:
-    """A number or 0-d tensor as a hyperparameter: 0-d float64."""
+    """A number or 0-d tensor as a hyperparameter: 0-d float64, in storage of its own."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, torch.float64)
+        return value.to(device, torch.float64, copy=True)
     return torch.full((), float(value), dtype=torch.float64, device=device)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise, zero_count
+from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, times, zero_count
 from .validate import check_scalar
 
 
@@ -35,17 +35,11 @@ def trace(
 
     def update(updates: Tree, state: TraceState, params: Tree | None = None) -> tuple[Tree, TraceState]:
         def accumulate(g: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-            dtype = compute_dtype(g, past)
-            new = g.to(dtype)
-            if not undamped:
-                new = torch.where(state.count == 0, new, new * at(1 - dampening, dtype))
-            return (past.to(dtype) * at(decay, dtype) + new).to(past.dtype)
+            new = g if undamped else torch.where(state.count == 0, g, times(g, 1 - dampening))
+            return add_scaled(new, past, decay).to(past.dtype)
 
         def direction(g: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
-            if not nesterov:
-                return momentum.to(g.dtype)
-            dtype = compute_dtype(g, momentum)
-            return (g.to(dtype) + momentum.to(dtype) * at(decay, dtype)).to(g.dtype)
+            return add_scaled(g, momentum, decay) if nesterov else momentum.to(g.dtype)
 
         momenta = tree.map(accumulate, updates, state.trace)
         return tree.map(direction, updates, momenta), TraceState(state.count + 1, momenta)

@@ -74,7 +74,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule, *, flip_sign: bool =
 
     def record(count: torch.Tensor, value: Scalar, device: torch.device) -> ScaleByLearningRateState:
         if isinstance(value, torch.Tensor):
-            return ScaleByLearningRateState(count, value.detach().to(device, torch.float32))
+            return ScaleByLearningRateState(count, value.detach().to(device, torch.float32, copy=True))
         return ScaleByLearningRateState(count, torch.full((), value, dtype=torch.float32, device=device))
 
     def init(params: Tree) -> ScaleByLearningRateState:

@@ -1,0 +1,243 @@
+"""The command line: a run leaves what it promises, resumes bit for bit, and refuses bad input with one clear error."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import functional_booster as fb
+from functional_booster import cli, data
+from functional_booster.checkpoint import read_manifest
+from functional_booster.trackers import read_jsonl
+
+TINY = ("--n-layer 1 --n-embd 16 --n-head 2 --length 16 --batch-size 4 --steps 12 --warmup 2 --log-every 2 "
+        "--eval-every 4 --save-every 5 --sample 8 --no-jit --device cpu").split()  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of its own, with a text to train on."""
+    (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(300)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(*options: object) -> int:
+    return cli.main(["train", "--data", "text.txt", *TINY, *map(str, options)])
+
+
+def weights(out: str) -> dict[str, torch.Tensor]:
+    """Everything in the checkpoint: parameters, optimizer state, counters, keys."""
+    from safetensors.torch import load_file
+
+    folder = Path(out) / "checkpoint"
+    return load_file(folder / read_manifest(folder)["data"])
+
+
+def curve(out: str) -> list[tuple[Any, ...]]:
+    """What metrics.jsonl holds, without what a clock has measured."""
+    return [tuple((k, v) for k, v in r.items() if k != "tokens_per_second") for r in read_jsonl(f"{out}/metrics.jsonl")]
+
+
+def assert_same_run(left: str, right: str) -> None:
+    ours, theirs = weights(left), weights(right)
+    assert ours.keys() == theirs.keys()
+    assert [name for name, leaf in ours.items() if not torch.equal(leaf, theirs[name])] == []
+    assert curve(left) == curve(right)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_a_run_leaves_what_it_promises(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert train("--out", "run", "--model", model, "--precision", "bf16", "--accumulate", 2, "--profile") == 0
+    records = read_jsonl("run/metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 4, 6, 8, 10, 12]
+    assert [record["step"] for record in records if "eval_loss" in record] == [4, 8, 12]
+    events = EventAccumulator("run/tensorboard")
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 4, 6, 8, 10, 12]
+    assert Path("run/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(Path("run/profile/trace.json").read_text())["traceEvents"]
+    assert read_manifest("run/checkpoint")["position"] == 12
+    printed = capsys.readouterr().out
+    entropy = data.unigram_entropy(data.bytes_of(["text.txt"]))
+    assert f"unigram entropy  {entropy:.3f}" in printed
+    assert f"loss             {records[-1]['loss']:.3f} nats per byte" in printed
+    assert f"validation loss  {records[-1]['eval_loss']:.3f}" in printed
+    assert Path("run/sample.txt").read_text() in printed
+
+
+def test_training_learns() -> None:
+    assert train("--out", "run", "--steps", 100, "--lr", 0.01, "--batch-size", 8, "--n-embd", 32) == 0
+    text = data.bytes_of(["text.txt"])
+    assert read_jsonl("run/metrics.jsonl")[-1]["loss"] < data.unigram_entropy(text) / 2
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "straight") == 0
+    assert train("--out", "parts", "--stop-after", 5) == 0
+    assert "stopped after step 5 of 12" in capsys.readouterr().out
+    assert cli.main(["train", "--resume", "--out", "parts", "--stop-after", "7"]) == 0
+    assert cli.main(["train", "--resume", "--out", "parts", "--no-jit", "--steps", "12", "--sample", "8"]) == 0
+    assert_same_run("straight", "parts")
+    assert Path("straight/sample.txt").read_text() == Path("parts/sample.txt").read_text()
+    before = weights("parts")
+    assert cli.main(["train", "--resume", "--out", "parts", "--sample", "8"]) == 0  # nothing is left to do
+    assert before.keys() == weights("parts").keys()
+    assert curve("straight") == curve("parts")
+
+
+def test_what_a_crash_left_is_resumed() -> None:
+    assert train("--out", "straight") == 0
+    assert train("--out", "parts", "--stop-after", 7) == 0
+    with Path("parts/metrics.jsonl").open("a") as file:  # logged, and then lost: the checkpoint is older
+        file.write('{"step": 8, "loss": 99.0}\n{"step": 10, "lo')
+    assert cli.main(["train", "--resume", "--out", "parts", "--sample", "8"]) == 0
+    assert_same_run("straight", "parts")
+    early = Path("early")
+    early.mkdir()
+    (early / "config.json").write_bytes(Path("straight/config.json").read_bytes())  # before the first checkpoint
+    assert cli.main(["train", "--resume", "--out", "early", "--sample", "8"]) == 0
+    assert_same_run("straight", "early")
+
+
+def test_the_checkpoint_is_one_that_the_library_loads() -> None:
+    assert train("--out", "run") == 0
+    model = fb.models.gpt2(vocab_size=256, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    tx = fb.optim.adamw(fb.schedules.cosine_warmup(peak=3e-3, total_steps=12, warmup_steps=2), weight_decay=0.1)
+    booster = fb.Booster(device="cpu")
+    state = booster.load("run/checkpoint", like=booster.abstract(model, tx))
+    assert int(state.position) == int(state.step) == 12
+
+
+def command(*options: object) -> list[str]:
+    return [sys.executable, "-m", "functional_booster", "train", "--data", "text.txt", *TINY, *map(str, options)]
+
+
+def test_an_interrupted_run_leaves_a_good_checkpoint() -> None:
+    process = subprocess.Popen(
+        command("--out", "run", "--steps", 100_000, "--save-every", 100_000), stderr=subprocess.PIPE
+    )
+    metrics = Path("run/metrics.jsonl")
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate()
+    assert process.returncode == cli.INTERRUPTED, errors
+    assert b"Traceback" not in errors
+    n = read_manifest("run/checkpoint")["position"]
+    assert read_jsonl(metrics)[-1]["step"] <= n
+    assert train("--out", "straight", "--steps", 100_000, "--save-every", 100_000, "--stop-after", n) == 0
+    assert_same_run("straight", "run")
+
+
+def test_a_full_disk_is_named_and_loses_nothing() -> None:
+    assert train("--out", "run", "--stop-after", 5) == 0
+    before = weights("run")
+
+    def small_files() -> None:  # no file may grow beyond this: the kernel refuses, as it does on a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    resumed = [sys.executable, "-m", "functional_booster", "train", "--resume", "--out", "run"]
+    done = subprocess.run(resumed, preexec_fn=small_files, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "error: the checkpoint run/checkpoint could not be written" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert all(torch.equal(leaf, before[name]) for name, leaf in weights("run").items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 0", "--steps: 0, expected at least 1"),
+        ("--stop-after 0", "--stop-after: 0"),
+        ("--n-head 3", "--n-head: 3 does not divide --n-embd 16"),
+        ("--accumulate 3", "--accumulate: 3 does not divide --batch-size 4"),
+        ("--warmup 12", "--warmup: 12"),
+        ("--lr -1", "--lr: -1"),
+        ("--max-norm 0", "--max-norm: 0"),
+        ("--weight-decay -1", "--weight-decay: -1"),
+        ("--length 1", "--length: 1"),
+        ("--device tpu", "device: 'tpu'"),
+        ("--data nowhere", "nowhere: no such file or folder"),
+        ("--data empty.txt", "empty.txt: empty"),
+        ("--batch-size 4000", "batch_size: 4000, but"),
+        ("--length 5000", "hold 1 windows of length 5000"),
+        ("--length 50000", "too few"),
+        ("--out text.txt/run", "text.txt"),
+        ("--resume --out nowhere", "--resume: nowhere/config.json does not exist"),
+    ],
+)
+def test_bad_input_is_one_clear_error(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: str, message: str
+) -> None:
+    (folder / "empty.txt").touch()
+    before = sorted(folder.iterdir())
+    assert train("--out", "run", *options.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert printed.out == ""
+    assert sorted(folder.iterdir()) == before
+
+
+@pytest.mark.parametrize("options", ["--model bert", "--plugin ddp", "--precision fp7", "--steps many", "--unknown 1"])
+def test_unknown_names_are_refused_with_the_list(capsys: pytest.CaptureFixture[str], options: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train("--out", "run", *options.split())
+    assert exit_.value.code == 2
+    assert options.split()[0] in capsys.readouterr().err
+
+
+def test_a_run_that_exists_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "run", "--stop-after", 2) == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert train("--out", "run") == 2
+    assert "--out: run exists already; give --resume to go on with it, or another --out" in capsys.readouterr().err
+    for options, message in (
+        ("--lr 1", "--lr: 1"),
+        ("--jit", "--jit: True"),
+        ("--stop-after 2", "is at step 2"),
+        ("--data other.txt", "--data: "),
+    ):
+        Path("other.txt").write_text("x" * 5000)
+        assert cli.main(["train", "--resume", "--out", "run", *options.split()]) == 2
+        assert message in capsys.readouterr().err
+    text = Path("text.txt").read_text()
+    Path("text.txt").write_text(text.replace("f7", "g7"))
+    assert cli.main(["train", "--resume", "--out", "run"]) == 2
+    assert "is not what the run began with" in capsys.readouterr().err
+    Path("text.txt").write_text(text)
+    (Path("run") / "config.json").write_text('{"config": {"steps": 3}}')
+    assert cli.main(["train", "--resume", "--out", "run"]) == 2
+    assert "run/config.json is not the config of a run" in capsys.readouterr().err
+    (Path("run") / "config.json").write_bytes(before[Path("run/config.json")])
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def test_every_option_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(["train", "--help"])
+    assert exit_.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    for field in fields(cli.Train):
+        flag = "--" + field.name.replace("_", "-")
+        place = next(
+            index for index, line in enumerate(lines) if line.strip(" │").startswith((f"{flag} ", f"{flag}, "))
+        )
+        described = " ".join(lines[place : place + 3])
+        assert "(default: " in described, flag
+        assert len(described.split()) > 6, flag
