@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from functional_booster.sharding.abstract import ArrayInfo
 
@@ -244,7 +244,7 @@ def _check_module(module: Any) -> None:
         if cls.__name__ in _WRAPPERS:
             raise TypeError(f"module: a {cls.__name__} wraps the module: hand in its .{_WRAPPERS[cls.__name__]}")
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    if lazy := [name for name, value in tensors if isinstance(value, UninitializedTensorMixin)]:
+    if lazy := [name for name, value in tensors if is_lazy(value)]:
         raise ValueError(
             f"module: uninitialized parameters: {', '.join(lazy)}; run a forward first, it gives them shapes"
         )

@@ -80,6 +80,13 @@ class Jitted:
         """The traced graph of this call, with its operations, memory and collectives; nothing runs, nothing is consumed."""
         return _trace(self, _Call.of(self.fn, args, kwargs))[0]
 
+    def artifact(self, *args: Tree, **kwargs: Tree) -> tuple[graphs.Runnable, list[torch.Tensor]]:
+        """The compiled function of flat tensors that this call would run, and the tensors it would hand it (compiles on need)."""
+        leaves, structure = tree.flatten((args, kwargs))
+        key = (structure, environment.current().key, *map(_signature, leaves))
+        entry = self._entries.get(key) or self._compile(key, args, kwargs)
+        return entry.run, [leaves[place] for place in entry.places]
+
     def _compile(self, key: Any, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> _Entry:
         call = _Call.of(self.fn, args, kwargs)
         refuse_consumed(call.names, call.leaves)

@@ -82,12 +82,11 @@ def add(sums: Sums, more: Sums) -> Sums:
 
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
     """Divide by the weight once, clip, apply the optimizer; a step whose gradients are not finite changes nothing."""
-    weight = sums.weight.clamp_min(TINY)
-    grads = tree.map(lambda grad, leaf: grad.to(leaf.dtype) / weight.to(leaf.dtype), sums.grads, state.storage)
-    norm = optim.global_norm(grads)
-    if recipe.max_norm is not None:
-        factor = (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
-        grads = tree.map(lambda grad: grad * factor.to(grad.dtype), grads)
+    weight = sums.weight.to(torch.float64).clamp_min(TINY)
+    norm = optim.global_norm(sums.grads) / weight
+    factor = 1.0 if recipe.max_norm is None else (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
+    factor = factor / weight
+    grads = tree.map(lambda grad, leaf: grad.to(leaf.dtype) * factor.to(leaf.dtype), sums.grads, state.storage)
     updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
     storage = optim.apply_updates(state.storage, updates)
     finite = norm.isfinite()
@@ -104,12 +103,12 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
         step=state.step + done, position=state.position + 1, storage=storage, opt_state=opt_state, buffers=buffers
     )
     metrics = {
-        "loss": sums.loss / weight,
-        "grad_norm": norm,
+        "loss": (sums.loss / weight).to(sums.loss.dtype),
+        "grad_norm": norm.to(sums.loss.dtype),
         "tokens": sums.weight,
         "skipped": 1.0 - done.to(torch.float32),
         "loss_scale": state.loss_scale,
-        **{name: value / weight for name, value in sums.aux.items()},
+        **{name: (value / weight).to(value.dtype) for name, value in sums.aux.items()},
     }
     learning_rate = optim.learning_rate(opt_state)
     return new, metrics if learning_rate is None else {**metrics, "lr": learning_rate}

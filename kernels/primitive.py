@@ -105,12 +105,13 @@ def primitive(
             return batching(Primitive.apply, info.batch_size, dims, args)
 
     # torch binds the arguments at every call; asking for the signature of a plain function is the slow part of that.
-    Primitive.forward.__signature__ = inspect.signature(Primitive.forward)
+    forward: Any = Primitive.forward
+    forward.__signature__ = inspect.signature(forward)
     Primitive.__name__ = Primitive.__qualname__ = name
 
     def call(*args: Any) -> Any:
-        # Dynamo traces no variadic forward, and no Function in a backward, unless it differentiates that Function; where
-        # nothing is differentiated or batched, the op is all that there is to the Function.
+        # Dynamo traces no variadic forward, and no Function in a backward, unless it differentiates that Function;
+        # where nothing is differentiated or batched, the op is all that there is to the Function.
         if torch.compiler.is_dynamo_compiling() and not _is_transformed(args):
             return op(*args)
         return Primitive.apply(*args)
@@ -121,6 +122,6 @@ def primitive(
 
 def _is_transformed(args: tuple[Any, ...]) -> bool:
     """Whether a transform of torch.func, or autograd, looks at this call."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():  # as torch.autograd.Function.apply asks
         return True
     return torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)

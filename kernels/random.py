@@ -48,12 +48,12 @@ def split(key: torch.Tensor, num: int = 2) -> torch.Tensor:
 
 
 def fold_in(key: torch.Tensor, data: int | torch.Tensor) -> torch.Tensor:
-    """The key int32 (2,) for ``key`` and a number (step, rank, layer): an int or an integer 0-d tensor, modulo 2**62."""
+    """The key int32 (2,) for ``key`` and a number (step, rank, layer): an int or integer 0-d tensor, modulo 2**62."""
     _check_key(key)
     if isinstance(data, torch.Tensor):
-        where = f"data: expected an int or an integer 0-d tensor, got {data.dtype} of shape {tuple(data.shape)}"
         if data.dim() or not _is_integer(data):
-            raise TypeError(where)
+            given = f"{data.dtype} of shape {tuple(data.shape)}"
+            raise TypeError(f"data: expected an int or an integer 0-d tensor, got {given}")
         number = data.to(key.device, torch.int64) & (1 << _FOLDED_BITS) - 1
         return threefry.bits(key, number * 2, _FOLD, (2,), (1,), 32)
     if isinstance(data, bool) or not hasattr(data, "__index__"):
@@ -237,7 +237,8 @@ def _draw(
     start = (0,) * len(shape) if start is None else start
     if not len(shape) == len(global_shape) == len(start):
         raise ValueError(
-            f"a draw of {len(shape)} dims needs as many in global_shape and start, got {len(global_shape)} and {len(start)}"
+            f"a draw of {len(shape)} dims needs as many in global_shape and start, "
+            f"got {len(global_shape)} and {len(start)}"
         )
     strides, offset = _strides(global_shape), None
     for dim, (begin, size, whole, stride) in enumerate(zip(start, shape, global_shape, strides, strict=True)):

@@ -1,9 +1,9 @@
 """Threefry-2x32-20: the bits that a key and a position stand for.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), as in their Random123 library. A
-block cipher turns a 64-bit block number into two 32-bit words under a 64-bit key, so that a key names a stream of words,
-each of which can be had without the ones before it: a slice of a draw is a draw of the slice. Words are int32 and wrap
-(int64 is slower; uint32 has no arithmetic on CPU).
+block cipher turns a 64-bit block number into two 32-bit words under a 64-bit key, so that a key names a stream of
+words, each of which can be had without the ones before it: a slice of a draw is a draw of the slice. Words are int32
+and wrap (int64 is slower; uint32 has no arithmetic on CPU).
 """
 
 from __future__ import annotations
@@ -81,15 +81,16 @@ bits = primitive(
 """The bits at given positions of a key's stream: int16 or int32 of ``shape``.
 
 ``bits(key, offset, base, shape, strides, width)``: key int32 (2,); element l of the draw is number
-``base + offset + sum(l[d] * strides[d])`` of the stream, counted in elements of ``width`` bits (16 or 32). ``offset`` is None or an int64 0-d tensor. Under vmap key and offset have the same leading dims, as the result.
-Word w is word w % 2 of block w // 2; the 16-bit elements of a word are its low half, then its high half.
+``base + offset + sum(l[d] * strides[d])`` of the stream, counted in elements of ``width`` bits (16 or 32). ``offset``
+is None or an int64 0-d tensor. Under vmap key and offset have the same leading dims, as the result. Word w is word
+w % 2 of block w // 2; the 16-bit elements of a word are its low half, then its high half.
 """
 
 
 def run_starts(
     key: torch.Tensor, offset: torch.Tensor | None, base: int, shape: Sequence[int], strides: Sequence[int]
 ) -> tuple[torch.Tensor, int]:
-    """A draw as runs of consecutive positions: where each run starts, int64 (batch * runs,), and their common length."""
+    """A draw as runs of consecutive positions: where each run starts, int64 (batch * runs,), and their length."""
     *outer, (length, _) = _runs(shape, strides)
     starts = key.new_full((1,), base, dtype=torch.int64) if offset is None else offset.reshape(-1) + base
     for size, stride in outer:
@@ -171,7 +172,7 @@ def _many(keys: torch.Tensor, starts: torch.Tensor, length: int, width: int) -> 
 
 @functools.cache
 def _constants(rotation: int, device: torch.device) -> tuple[Any, Any]:
-    """32 - rotation and the mask of the low ``rotation`` bits, as tensors: torch wraps a Python number at every call."""
+    """32 - rotation and the mask of the low ``rotation`` bits, as tensors: torch wraps a number at every call."""
     return (
         torch.tensor(32 - rotation, dtype=torch.int32, device=device),
         torch.tensor((1 << rotation) - 1, dtype=torch.int32, device=device),

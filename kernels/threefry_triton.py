@@ -10,7 +10,7 @@ _BLOCK = 256  # blocks of the cipher a program computes
 
 
 def bits(out: torch.Tensor, key: torch.Tensor, starts: torch.Tensor | None, base: int, length: int, width: int) -> None:
-    """Fill ``out``: runs of ``length`` elements of ``width`` bits that start at ``starts`` (None: one run, at ``base``)."""
+    """Fill ``out``: runs of ``length`` elements of ``width`` bits from ``starts`` on (None: one run, from ``base``)."""
     lanes = 64 // width
     rows = 1 if starts is None else starts.numel()
     aligned = starts is None and base % lanes == 0

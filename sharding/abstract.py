@@ -50,9 +50,9 @@ class ArrayInfo:
 def initialize(abstract: tree.Tree, key: torch.Tensor) -> tree.Tree:
     """The parameters that a tree of ArrayInfo describes, on the key's device.
 
-    A leaf's value depends on the key and the leaf's name alone, not on the leaves beside it. Raises TypeError for a leaf
-    that is no ArrayInfo, and ValueError, naming them, for leaves without initializer or whose initializer makes another
-    shape or dtype.
+    A leaf's value depends on the key and the leaf's name alone, not on the leaves beside it. Raises TypeError for a
+    leaf that is no ArrayInfo, and ValueError, naming them, for leaves without initializer or whose initializer makes
+    another shape or dtype.
     """
     infos = tree.named_leaves(abstract)
     for name, info in infos.items():

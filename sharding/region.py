@@ -221,5 +221,24 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pair = ctx.pair
-        grads = iter(_run(pair, pair.backward, [*ctx.saved_tensors, *cotangents[: pair.outputs]]))
+        grads = iter(_RegionBackward.apply(pair, *ctx.saved_tensors, *cotangents[: pair.outputs]))
         return (None, *(next(grads) if want else None for want in pair.wanted))
+
+
+class _RegionBackward(torch.autograd.Function):
+    """Forward: the gradients, from residuals and cotangents. A Function, so that no tape is kept of what is inside."""
+
+    @staticmethod
+    def forward(pair: Pair, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(_run(pair, pair.backward, list(tensors)))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        raise NotImplementedError(
+            "a second derivative by autograd through a remat with a policy: take it with fb.grad(fb.grad(fn)), or remat "
+            "with nothing_saveable"
+        )

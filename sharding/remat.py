@@ -91,8 +91,15 @@ def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
         structures[:] = [out_structure]
         return tuple(outputs)
 
+    outputs = _recomputing(flat)(*(leaves[place] for place in places))
+    return tree.unflatten(structures[0], outputs)
+
+
+def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """``flat`` as a Function that saves its inputs alone. Its pullback is one, too: so no derivative keeps more."""
+
     class Recompute(torch.autograd.Function):
-        """Forward: fn; saves its inputs. Backward: fn again, and its pullback."""
+        """Forward: ``flat``. Backward: ``flat`` again, and its pullback."""
 
         generate_vmap_rule = True
 
@@ -106,26 +113,31 @@ def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
 
         @staticmethod
         def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            inputs = list(ctx.saved_tensors)
-            wanted = [place for place, need in enumerate(ctx.needs_input_grad) if need and inputs[place].is_floating_point()]
-            if graphs.is_tracing():  # else the compiler would find the forward again and keep its values
-                for place in wanted:
-                    inputs[place] = torch.ops.functional_booster_remat.barrier(inputs[place], cotangents[0])
+            inputs = ctx.saved_tensors
+            needed = zip(inputs, ctx.needs_input_grad, strict=True)
+            wanted = [place for place, (x, need) in enumerate(needed) if need and x.is_floating_point()]
 
-            def of_wanted(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                filled = list(inputs)
-                for place, value in zip(wanted, values, strict=True):
-                    filled[place] = value
-                return flat(*filled)
+            def pullback(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                primals, cotangents = list(values[: len(inputs)]), values[len(inputs) :]
+                if graphs.is_tracing():  # else the compiler would find the forward again and keep its values
+                    for place in wanted:
+                        primals[place] = torch.ops.functional_booster_remat.barrier(primals[place], cotangents[0])
 
-            _, pull = torch.func.vjp(of_wanted, *(inputs[place] for place in wanted))
+                def of_wanted(*differentiated: torch.Tensor) -> tuple[torch.Tensor, ...]:
+                    filled = list(primals)
+                    for place, value in zip(wanted, differentiated, strict=True):
+                        filled[place] = value
+                    return flat(*filled)
+
+                _, pull = torch.func.vjp(of_wanted, *(primals[place] for place in wanted))
+                return tuple(pull(cotangents))
+
             grads: list[torch.Tensor | None] = [None] * len(inputs)
-            for place, grad in zip(wanted, pull(cotangents), strict=True):
+            for place, grad in zip(wanted, _recomputing(pullback)(*inputs, *cotangents), strict=True):
                 grads[place] = grad
             return tuple(grads)
 
-    outputs = Recompute.apply(*(leaves[place] for place in places))
-    return tree.unflatten(structures[0], outputs)
+    return Recompute.apply
 
 
 _aten = torch.ops.aten

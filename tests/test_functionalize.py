@@ -46,7 +46,7 @@ class ResNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    def __init__(self, kind: type[nn.RNNBase], dropout: float = 0.0) -> None:
+    def __init__(self, kind: Callable[..., nn.Module], dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 6, padding_idx=0)
         self.rnn = kind(6, 5, num_layers=2, batch_first=True, dropout=dropout)
@@ -57,7 +57,7 @@ class Recurrent(nn.Module):
 
 
 class Case(NamedTuple):
-    build: Callable[[], nn.Module]
+    build: Callable[[], Any]
     inputs: Callable[[], dict[str, torch.Tensor]]
     padded: bool = False
     tolerance: float = 1e-12  # of float64 gradients
@@ -87,13 +87,13 @@ WIDTHS = dict(
 GROUPED = WIDTHS | {"num_key_value_heads": 2}
 
 
-def hf(model: str, config: str, **fields: Any) -> Callable[[], nn.Module]:
+def hf(model: str, config: str, **fields: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, model)(getattr(transformers, config)(**fields))
 
 
-def gpt2(**fields: Any) -> nn.Module:
+def gpt2(**fields: Any) -> Any:
     sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes | SPECIAL | fields))
+    return hf("GPT2LMHeadModel", "GPT2Config", **sizes | SPECIAL | fields)()
 
 
 CASES = {
@@ -196,7 +196,7 @@ CASES = {
 }
 
 
-def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def made(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     case = CASES[name]
     module, inputs = case.build().eval().to(dtype), case.inputs()
@@ -346,6 +346,18 @@ def test_bfloat16_and_position_outputs() -> None:
     assert torch.equal(given.logits, module(**inputs).logits)
     assert given["logits"] is given.logits
     assert getattr(given, "past_key_values", None) is None
+
+
+def test_attention_sinks() -> None:
+    torch.manual_seed(0)
+    fields = GROUPED | {"head_dim": 4, "sliding_window": 3, "num_local_experts": 2, "num_experts_per_tok": 1}
+    module = hf("GptOssForCausalLM", "GptOssConfig", **fields)().eval()
+    for part in module.modules():
+        if hasattr(part, "sinks"):
+            part.sinks.data.normal_()
+    model, inputs = functionalize(module), tokens()
+    given = model.apply(model.init(), **inputs).logits
+    torch.testing.assert_close(given, module(**inputs).logits, atol=1e-5, rtol=0)
 
 
 def test_packed_sequences_keep_apart() -> None:
@@ -534,6 +546,8 @@ def test_new_buffers_come_through_grad_and_a_trace() -> None:
 
 def test_written_buffers_are_named_and_no_others() -> None:
     class Writer(nn.Module):
+        queue: torch.Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.norm = nn.BatchNorm1d(2)
@@ -831,14 +845,14 @@ def test_parameters_that_do_not_fit_are_all_named() -> None:
 
 def test_modules_that_cannot_be_functionalized() -> None:
     with pytest.raises(TypeError, match=r"expected an instance of torch\.nn\.Module, got dict"):
-        functionalize({"weight": torch.ones(1)})
+        functionalize({"weight": torch.ones(1)})  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(TypeError, match="got the class ResNet"):
-        functionalize(ResNet)
+        functionalize(ResNet)  # pyrefly: ignore[bad-argument-type]
     with pytest.raises(TypeError, match=r"a DataParallel wraps the module: hand in its \.module"):
         functionalize(nn.DataParallel(nn.Linear(1, 1)))
     with pytest.raises(ValueError, match="uninitialized parameters: weight, bias"):
         functionalize(nn.LazyLinear(3))
-    locked = nn.Linear(1, 1)
+    locked: Any = nn.Linear(1, 1)
     locked.lock = threading.Lock()
     with pytest.raises(TypeError, match=r"Linear cannot be copied by copy\.deepcopy"):
         functionalize(locked)

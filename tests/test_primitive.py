@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from functional_booster.kernels.primitive import leading_dims, one_by_one, primitive
 
@@ -121,7 +121,8 @@ def test_traced_on_fake_tensors_it_is_one_node(op: Op) -> None:
     traced = make_fx(grad(lambda x: op(x, scale, 1.5).sum()), tracing_mode="fake", _allow_non_fake_inputs=True)(x)
     targets = [str(node.target) for node in traced.graph.nodes if "functional_booster" in str(node.target)]
     assert [target.split(".")[1].rsplit("_", 1)[0] for target in targets] == ["test_sine", "test_slope"]
-    torch.testing.assert_close(traced(x), grad(lambda x: plain(x, scale, 1.5).sum())(x))
+    for run in (traced, torch.compile(traced, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(run(x), grad(lambda x: plain(x, scale, 1.5).sum())(x))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # what Dynamo itself does

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -169,6 +170,56 @@ def test_static_arguments_and_integer_tensors() -> None:
     fn = fb.jit(fb.grad(lambda x: (scaled(x, index, {"factor": 2}) + scaled(x, index, {"factor": 3})).sum()))
     lowered = fn.lower(x)
     torch.testing.assert_close(lowered.module(x)[0], torch.tensor([5.0, 0.0, 10.0, 0.0]))
+
+
+def test_autograd_twice_is_right_or_refused(inputs: Any) -> None:
+    layers, x = inputs
+
+    def penalty(layer: Any) -> torch.Tensor:
+        w = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(stack(layer)(layers, w), w, create_graph=True)
+        return torch.autograd.grad(gradient.square().sum(), w)[0]
+
+    assert_equal(penalty(fb.remat(block)), penalty(block))
+    with pytest.raises(NotImplementedError, match="second derivative by autograd"):
+        penalty(fb.remat(block, dots_saveable))
+
+
+@pytest.mark.parametrize("functional", [True, False])
+def test_what_is_inside_a_block_is_freed(functional: bool, inputs: Any) -> None:
+    """Of a remat's inside, no tensor outlives its block: neither in the forward pass nor in the backward."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            out = x.sin()
+            alive.append(weakref.ref(out.untyped_storage()))
+            most.append(sum(ref() is not None for ref in alive))
+            return out
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+            ctx.save_for_backward(*inputs, output)
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+            x, _ = ctx.saved_tensors
+            return cotangent * x.cos()
+
+    layers, x = inputs
+
+    def watched(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return Watched.apply(x) @ params["up"] @ params["down"]
+
+    loss = stack(fb.remat(watched))
+    if functional:
+        fb.grad(loss, argnums=(0, 1))(layers, x)
+    else:
+        loss(layers, x.clone().requires_grad_()).backward()
+    assert len(alive) == 2 * DEPTH
+    assert max(most) == 1
 
 
 def test_a_policy_must_be_callable() -> None:

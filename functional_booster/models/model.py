@@ -28,7 +28,7 @@ class Model:
     (sum, weight), fused over the two.
     """
 
-    init: Callable[[torch.Tensor], Tree]
+    init: Callable[..., Tree]
     apply: Callable[..., Any]
     abstract: Tree
     buffers: Callable[[], Tree] = dict
