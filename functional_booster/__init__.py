@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functional_booster import losses, models, optim, schedules
 from functional_booster.kernels import random, tree
 from functional_booster.kernels.transforms import grad, grad_and_value, vjp, vmap
 from functional_booster.precision import Policy
@@ -12,11 +11,52 @@ from functional_booster.sharding.region import region
 from functional_booster.sharding.remat import checkpoint_name, remat
 from functional_booster.sharding.spec import P, PartitionSpec
 
+from . import data, debug, losses, lr_scheduler, models, optim, profile, schedules, trackers, visualize
 from .booster import Booster
 from .donation import DonatedError
+from .fit import fit
 from .functionalize import functionalize
+from .generate import generate
 from .jit import Jitted, RecompileWarning, jit
 from .models.model import Model
 from .state import TrainState
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "ArrayInfo",
+    "Booster",
+    "DonatedError",
+    "Jitted",
+    "Model",
+    "P",
+    "PartitionSpec",
+    "Policy",
+    "RecompileWarning",
+    "TrainState",
+    "checkpoint_name",
+    "data",
+    "debug",
+    "fit",
+    "functionalize",
+    "generate",
+    "grad",
+    "grad_and_value",
+    "initialize",
+    "initializers",
+    "jit",
+    "losses",
+    "lr_scheduler",
+    "models",
+    "optim",
+    "profile",
+    "random",
+    "region",
+    "remat",
+    "schedules",
+    "trackers",
+    "tree",
+    "vjp",
+    "visualize",
+    "vmap",
+]

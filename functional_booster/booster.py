@@ -244,13 +244,15 @@ def _device(device: str | torch.device | None) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f'device: {device!r}, expected "cpu" or "cuda"') from error
-    if chosen.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device: {device!r}, but no CUDA device is available")
-        index = torch.cuda.current_device() if chosen.index is None else chosen.index
-        return torch.device("cuda", index)
-    return chosen
+        raise ValueError(f'device: {device!r}, expected "cpu", "cuda" or "cuda:N"') from error
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    if chosen.type != "cuda":
+        raise ValueError(f'device: {str(chosen)!r}, expected "cpu", "cuda" or "cuda:N"')
+    index = chosen.index if chosen.index is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device: {str(chosen)!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
 
 
 def _check_params(params: Tree, abstract: Tree) -> None:

@@ -77,8 +77,8 @@ def fit(
     the steps done; what it returns is logged. ``step`` must count ``state.position`` up by one.
 
     Metrics go to ``tracker`` (which stays open) after the first step, every ``log_every`` steps and after the last;
-    between, the host never waits for the device. Added are tokens_per_second, mfu where FLOPs per token and the peak in
-    FLOP/s are known, and peak_memory in bytes on CUDA.
+    between, the host never waits for the device. Added are tokens_per_second (wall clock, hooks included),
+    mfu where FLOPs per token and the peak in FLOP/s are known, and peak_memory in bytes on CUDA.
 
     Ctrl-C and SIGTERM finish the running step, close the hooks (a checkpoint is saved) and return; a second one ends
     at once. An error in the data or a hook closes the hooks with the last good state before it goes on; one in the step

@@ -15,9 +15,10 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from .module_mode import explicit_attention
+from functional_booster.kernels import attention
 
 _NAME = "functional_booster"
 _PADDED = "functional_booster_padded"
@@ -166,5 +167,9 @@ def _attention(
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     causal = causal and attention_mask is None and query.shape[2] > 1
-    mixed = explicit_attention(query, key, value, attention_mask, dropout, causal, scaling, softcap, sinks)
+
+    def dropped(weights: torch.Tensor) -> torch.Tensor:
+        return F.dropout(weights, dropout)
+
+    mixed = attention.explicit(query, key, value, attention_mask, causal, scaling, softcap, sinks, dropped)
     return mixed.transpose(1, 2).contiguous(), None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from functional_booster.kernels import graph, random
+from functional_booster.kernels import attention, random
 
 _SELU_LIMIT = 1.7580993408473766  # scale * alpha of SELU: what alpha dropout sets dropped units to, negated
 
@@ -61,52 +61,6 @@ class ModuleMode(TorchFunctionMode):
                 return f"{names[id(owner)] or 'the module'} ({type(owner).__name__})"
             frame = frame.f_back
         return f"the module ({type(self.module).__name__})"
-
-
-def explicit_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention with its weights written out, for what the fused kernels lack: keyed dropout, a softcap, sinks.
-
-    query (..., H, Tq, D), key (..., Hkv, Tk, D), value (..., Hkv, Tk, Dv) with H a multiple of Hkv; ``attn_mask`` is
-    bool (True: attend) or additive, broadcastable to (..., H, Tq, Tk); ``sinks`` (H,) are logits of a place without
-    a value. The softmax is in float32 at least. A row with nothing to attend to gives 0.
-    """
-    if key.dim() > 2 and (repeats := query.shape[-3] // key.shape[-3]) > 1:
-        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        attn_mask = allowed if attn_mask is None else _both(attn_mask, allowed)
-    dead = None
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        dead = ~attn_mask.any(-1, keepdim=True)
-        scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
-    elif attn_mask is not None:
-        scores = scores + attn_mask
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
-    weights = scores.softmax(-1).to(query.dtype)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    if dead is not None:
-        weights = weights.masked_fill(dead, 0.0)
-    return F.dropout(weights, dropout_p) @ value
-
-
-def _both(mask: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
 
 
 def _dropout(
@@ -171,16 +125,14 @@ def _scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if dropout_p == 0.0 and not _lacks_fused_attention(query):
+    if dropout_p == 0.0 and not attention.lacks_fused(query):
         return func(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
-    with mode:
-        return explicit_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
 
+    def dropout(weights: torch.Tensor) -> torch.Tensor:
+        with mode:
+            return F.dropout(weights, dropout_p)
 
-def _lacks_fused_attention(query: torch.Tensor) -> bool:
-    """Where torch's fused attention has no rule: forward mode, second derivatives, and vmap on CPU."""
-    active = graph.transforms()
-    return "Jvp" in active or active.count("Grad") > 1 or (query.device.type == "cpu" and "Vmap" in active)
+    return attention.explicit(query, key, value, attn_mask, is_causal, scale, dropout=dropout if dropout_p else None)
 
 
 # torch's function answers an active mode by calling the mode again; this twin has its code without that question, so

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from functional_booster import optim
-from functional_booster.kernels import flat, random, transforms, tree
+from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast
 
 from .state import TrainState, assemble
@@ -90,14 +90,10 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
     updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
     storage = optim.apply_updates(state.storage, updates)
     finite = norm.isfinite()
+    buffers = sums.buffers
     if recipe.skip_nonfinite:
-        storage, opt_state, buffers = tree.map(
-            lambda new, old: torch.where(finite, new, old) if isinstance(new, torch.Tensor) else new,
-            (storage, opt_state, sums.buffers),
-            (state.storage, state.opt_state, state.buffers),
-        )
-    else:
-        buffers = sums.buffers
+        new, old = (storage, opt_state, buffers), (state.storage, state.opt_state, state.buffers)
+        storage, opt_state, buffers = select(finite, new, old)
     done = finite.to(state.step.dtype) if recipe.skip_nonfinite else torch.ones_like(state.step)
     new = state.replace(
         step=state.step + done, position=state.position + 1, storage=storage, opt_state=opt_state, buffers=buffers
@@ -112,6 +108,17 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
     }
     learning_rate = optim.learning_rate(opt_state)
     return new, metrics if learning_rate is None else {**metrics, "lr": learning_rate}
+
+
+def select(condition: torch.Tensor, new: Tree, old: Tree) -> Tree:
+    """``new`` where the 0-d condition holds, else ``old``; decided on the device, unless that is the CPU and it is at hand."""
+    if condition.device.type == "cpu" and not graph.transforms() and not graph.is_tracing():
+        return new if bool(condition) else old
+    return tree.map(
+        lambda a, b: torch.where(condition, a, b) if isinstance(a, torch.Tensor) else a,
+        new,
+        old,
+    )
 
 
 def evaluate(

@@ -19,7 +19,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from functional_booster.functionalize import functionalize
 from functional_booster.kernels import random, transforms, tree
-from functional_booster.module_mode import explicit_attention
 
 VOCABULARY, TOKENS = 23, 7
 
@@ -702,33 +701,6 @@ def test_attention_weights_are_dropped_by_key() -> None:
     for weights in (False, True):
         first, again, other = (model.apply(model.init(), x, weights, key=random.key(k), train=True) for k in (0, 0, 1))
         assert_drawn_from_the_key(first, again, other)
-
-
-@hypothesis.settings(deadline=None, max_examples=30)
-@hypothesis.given(
-    groups=st.integers(1, 3),
-    repeats=st.integers(1, 3),
-    queries=st.integers(1, 5),
-    keys=st.integers(1, 5),
-    kind=st.sampled_from(["none", "causal", "bool", "additive"]),
-    scale=st.sampled_from([None, 0.3]),
-)
-def test_explicit_attention_is_torchs(
-    groups: int, repeats: int, queries: int, keys: int, kind: str, scale: float | None
-) -> None:
-    generator = torch.Generator().manual_seed(queries * 31 + keys)
-    q, k, v = (
-        torch.randn(2, heads, length, 3, dtype=torch.float64, generator=generator)
-        for heads, length in ((groups * repeats, queries), (groups, keys), (groups, keys))
-    )
-    mask = None
-    if kind == "bool":
-        mask = torch.rand(2, 1, queries, keys, generator=generator) > 0.4  # rows without any True among them
-    elif kind == "additive":
-        mask = torch.randn(2, 1, queries, keys, dtype=torch.float64, generator=generator)
-    options = {"attn_mask": mask, "is_causal": kind == "causal", "scale": scale}
-    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-    torch.testing.assert_close(explicit_attention(q, k, v, **options), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_stochastic_depth_and_noise_are_drawn_from_the_key() -> None:

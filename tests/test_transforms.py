@@ -257,6 +257,16 @@ class TestVmap:
         assert torch.equal(result["y"], tensor(3) * 2)
         assert (result["name"], result["none"]) == ("layer", None)
 
+    def test_chunks_are_computed_one_after_another(self) -> None:
+        calls = []
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            calls.append(x.shape)
+            return x.sin()
+
+        transforms.vmap(fn, chunk_size=2)(tensor(5, 3))
+        assert calls == [(3,), (3,), (3,)]
+
     def test_out_axes_says_where_the_batch_goes(self) -> None:
         x = tensor(2, 3)
         assert transforms.vmap(lambda row: row * 2, out_axes=1)(x).shape == (3, 2)

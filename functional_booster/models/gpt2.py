@@ -150,6 +150,6 @@ def _attention(
     config: GPT2Config, params: Tree, x: torch.Tensor, mask: torch.Tensor | None, key: torch.Tensor | None
 ) -> torch.Tensor:
     head_dim = config.n_embd // config.n_head
-    q, k, v = (layers.heads(params[name], x, head_dim) for name in "qkv")
+    q, k, v = layers.heads([params[name] for name in "qkv"], x, head_dim)
     scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
     return layers.linear_and_leave(params["c_proj"], layers.attention(q, k, v, mask, scale, config.attn_pdrop, key))

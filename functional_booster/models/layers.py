@@ -7,16 +7,18 @@ layer some columns; every size is read off the weights at hand, so that the same
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from functional_booster.kernels import graph, random
+from functional_booster.kernels import attention as kernel
+from functional_booster.kernels import random
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.collectives import leave
+from functional_booster.sharding.collectives import is_bound, leave
 from functional_booster.sharding.initializers import normal, ones, zeros
 from functional_booster.sharding.spec import P
 
@@ -62,13 +64,18 @@ def linear(params: Params, x: torch.Tensor) -> torch.Tensor:
 
 def linear_and_leave(params: Params, x: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out) with row-parallel weights: varying -> invariant over "tp". The bias is added once."""
+    if not is_bound("tp"):
+        return linear(params, x)
     out = leave(F.linear(x, params["weight"]), "tp")
     return out + params["bias"] if "bias" in params else out
 
 
-def heads(params: Params, x: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Project and split: (B, T, D) -> (B, H, T, d)."""
-    return linear(params, x).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+def heads(layers: Sequence[Params], x: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
+    """Project x (B, T, D) by several layers, as one matrix product, and split: a (B, H, T, d) for each of them."""
+    weights = [layer["weight"] for layer in layers]
+    bias = torch.cat([layer["bias"] for layer in layers]) if "bias" in layers[0] else None
+    joined = F.linear(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
+    return [part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in joined]
 
 
 def layer_norm(params: Params, x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -112,42 +119,9 @@ def attention(
     ``mask`` (B, 1, T, T) is added to the scores and must be causal itself (``padding_mask``). ``p`` and ``key`` drop
     attention weights.
     """
-    if (key is not None and p > 0) or _needs_plain_attention(q):
-        out = _plain_attention(q, k, v, mask, scale, p, key)
-    else:
-        grouped = k.shape[1] != q.shape[1]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-        )
+    drop = None if key is None or p == 0 else functools.partial(dropout, p=p, key=key)
+    out = kernel.attention(q, k, v, mask, is_causal=mask is None, scale=scale, dropout=drop)
     return out.transpose(1, 2).flatten(2)
-
-
-def _needs_plain_attention(q: torch.Tensor) -> bool:
-    """Where torch's fused attention has no rule: forward mode, second derivatives, and vmap on CPU."""
-    active = graph.transforms()
-    return "Jvp" in active or active.count("Grad") > 1 or (q.device.type == "cpu" and "Vmap" in active)
-
-
-def _plain_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    p: float,
-    key: torch.Tensor | None,
-) -> torch.Tensor:
-    groups, size = k.shape[1], q.shape[2]
-    scores = (q.unflatten(1, (groups, -1)) * scale) @ k.unsqueeze(2).transpose(-1, -2)
-    scores = scores.flatten(1, 2)
-    if mask is None:
-        hidden = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -math.inf)
-    else:
-        scores = scores + mask
-    weights = scores.softmax(-1, dtype=at_least_float32(q.dtype)).to(q.dtype)
-    weights = dropout(weights, p, key)
-    return (weights.unflatten(1, (groups, -1)) @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def padding_mask(attention_mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

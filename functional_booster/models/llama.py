@@ -221,7 +221,7 @@ def _attention(
     key: torch.Tensor | None,
 ) -> torch.Tensor:
     head_dim: int = config.head_dim  # type: ignore[assignment]
-    q, k, v = (layers.heads(params[name], x, head_dim) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k, v = layers.heads([params[name] for name in ("q_proj", "k_proj", "v_proj")], x, head_dim)
     q, k = layers.rotate(q, *tables), layers.rotate(k, *tables)
     out = layers.attention(q, k, v, mask, head_dim**-0.5, config.attention_dropout, key)
     return layers.linear_and_leave(params["o_proj"], out)
