@@ -73,8 +73,19 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Llama 3 with a tied head; forward gives the mean next-token loss."""
 
-    def __init__(self, vocabulary: int, width: int, inner: int, layers: int, heads: int, groups: int, length: int) -> None:
+    def __init__(
+        self,
+        vocabulary: int,
+        width: int,
+        inner: int,
+        layers: int,
+        heads: int,
+        groups: int,
+        length: int,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         super().__init__()
+        self.dtype = dtype
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, inner, heads, groups) for _ in range(layers))
         self.norm = nn.RMSNorm(width, eps=1e-5)
@@ -83,11 +94,11 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
         size = width // heads
         angles = torch.outer(torch.arange(length).float(), 500000.0 ** -(torch.arange(0, size, 2).float() / size))
-        self.register_buffer("cos", angles.cos().bfloat16(), persistent=False)
-        self.register_buffer("sin", angles.sin().bfloat16(), persistent=False)
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids).bfloat16()
+        x = self.embed(ids).to(self.dtype)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
         logits = F.linear(self.norm(x), self.embed.weight)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import hashlib
+import operator
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -224,9 +225,13 @@ def results_of(graph: GraphModule) -> list[Any]:
 
 
 def _base(node: Node) -> Node:
-    """The value that a chain of views looks at."""
-    while node.op == "call_function" and getattr(node.target, "is_view", False):
-        node = node.all_input_nodes[0]
+    """The value that a chain of views looks at; a part of a split is a view, too."""
+    while node.op == "call_function":
+        source = node.all_input_nodes[0] if node.all_input_nodes else node
+        part_of_view = node.target is operator.getitem and getattr(source.target, "is_view", False)
+        if not (part_of_view or getattr(node.target, "is_view", False)):
+            break
+        node = source
     return node
 
 
