@@ -76,7 +76,13 @@ def main(batch: int = 4, length: int = 4096, rounds: int = 8) -> None:
         print(name, loss[name], f"cold {cold[name]:.1f} s, peak {peak[name]:.1f} GiB", flush=True)
     seconds = report.medians(report.interleaved(variants, rounds))
     rows = [
-        {"step": name, "ms": 1e3 * s, "tokens/s": batch * length / s, "peak GiB": peak[name], "first 3 steps s": cold[name]}
+        {
+            "step": name,
+            "ms": 1e3 * s,
+            "tokens/s": batch * length / s,
+            "peak GiB": peak[name],
+            "first 3 steps s": cold[name],
+        }
         for name, s in seconds.items()
     ]
     report.publish("llama_1b", rows, batch=batch, length=length, losses=loss)

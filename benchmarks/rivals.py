@@ -105,7 +105,9 @@ class Llama(nn.Module):
         return F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten())
 
 
-def eager_step(model: nn.Module, lr: float, weight_decay: float, max_norm: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def eager_step(
+    model: nn.Module, lr: float, weight_decay: float, max_norm: float
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """The usual loop body: forward, backward, clip, AdamW."""
     return amp_step(model, model, lr, weight_decay, max_norm, dtype=None)
 

@@ -57,7 +57,9 @@ class Booster:
         does not fit the model.
         """
         if not isinstance(model, Model):
-            raise TypeError(f"model: {type(model).__name__}, expected a fb.Model; for an nn.Module: fb.functionalize(module)")
+            raise TypeError(
+                f"model: {type(model).__name__}, expected a fb.Model; for an nn.Module: fb.functionalize(module)"
+            )
         stream = random.fold_in(key, 1)
         if params is None:
             params = model.init(key)
@@ -171,7 +173,9 @@ class Booster:
         device = self.device
         placed = tree.map(lambda leaf: leaf.detach().to(device, copy=True), cast(params, self.policy.param))
         described = tree.map(
-            lambda leaf, info: ArrayInfo(info.shape, leaf.dtype, info.spec, None, info.trainable and leaf.is_floating_point()),
+            lambda leaf, info: ArrayInfo(
+                info.shape, leaf.dtype, info.spec, None, info.trainable and leaf.is_floating_point()
+            ),
             placed,
             model.abstract,
         )
@@ -249,7 +253,9 @@ def _device(device: str | torch.device | None) -> torch.device:
         return torch.device("cpu")
     if chosen.type != "cuda":
         raise ValueError(f'device: {str(chosen)!r}, expected "cpu", "cuda" or "cuda:N"')
-    index = chosen.index if chosen.index is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    index = (
+        chosen.index if chosen.index is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
+    )
     if index >= torch.cuda.device_count():
         raise ValueError(f"device: {str(chosen)!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
@@ -268,5 +274,3 @@ def _check_params(params: Tree, abstract: Tree) -> None:
             problems.append(f"{name}: shape {tuple(leaf.shape)}, expected {tuple(info.shape)}")
     if problems:
         raise ValueError("params do not fit the model:\n  " + "\n  ".join(sorted(problems)))
-
-

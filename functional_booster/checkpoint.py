@@ -38,7 +38,11 @@ def save(path: str | os.PathLike[str], state: TrainState) -> None:
     directory = Path(path)
     if directory.exists() and not directory.is_dir():
         raise FileExistsError(f"{directory} is a file, expected a directory for the checkpoint")
-    if directory.is_dir() and not (directory / MANIFEST).exists() and any(p.name[:6] != "state-" for p in directory.iterdir()):
+    if (
+        directory.is_dir()
+        and not (directory / MANIFEST).exists()
+        and any(p.name[:6] != "state-" for p in directory.iterdir())
+    ):
         raise FileExistsError(f"{directory} holds other files and no checkpoint, and is left as it is")
     tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in named_tensors(state).items()}
     data = directory / f"state-{secrets.token_hex(8)}.safetensors"
@@ -63,7 +67,9 @@ def save(path: str | os.PathLike[str], state: TrainState) -> None:
     except BaseException as error:
         _clean(directory, keep=_current(directory))
         if isinstance(error, (OSError, RuntimeError)) or type(error).__name__ == "SafetensorError":
-            raise OSError(f"the checkpoint {directory} could not be written ({error}); what was there before is whole") from error
+            raise OSError(
+                f"the checkpoint {directory} could not be written ({error}); what was there before is whole"
+            ) from error
         raise
     _clean(directory, keep=data.name)
 
@@ -77,7 +83,9 @@ def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainSt
     manifest = read_manifest(path)
     data = Path(path) / manifest["data"]
     if not data.exists() or _sha256(data) != manifest["sha256"]:
-        raise ValueError(f"{path}: {manifest['data']} is {'damaged' if data.exists() else 'missing'}: its checksum does not match")
+        raise ValueError(
+            f"{path}: {manifest['data']} is {'damaged' if data.exists() else 'missing'}: its checksum does not match"
+        )
     wanted = named_tensors(like)
     saved = manifest["leaves"]
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
@@ -85,7 +93,9 @@ def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainSt
     for name in wanted.keys() & saved.keys():
         given, expected = saved[name], {"shape": list(wanted[name].shape), "dtype": _dtype(wanted[name])}
         if given != expected:
-            problems.append(f"{name}: {given['dtype']}{given['shape']}, expected {expected['dtype']}{expected['shape']}")
+            problems.append(
+                f"{name}: {given['dtype']}{given['shape']}, expected {expected['dtype']}{expected['shape']}"
+            )
     if problems:
         raise ValueError(f"{path} does not fit:\n  " + "\n  ".join(sorted(problems)))
     with safe_open(data, framework="pt", device=str(device)) as file:

@@ -46,7 +46,9 @@ class Run:
         with torch.no_grad():
             for bucket, parameter in self.parameters.items():
                 parameter.copy_(state.storage.buffers[bucket])
-        self.state = state.replace(storage=flat.Flat({b: p.detach() for b, p in self.parameters.items()}, state.storage.layout))
+        self.state = state.replace(
+            storage=flat.Flat({b: p.detach() for b, p in self.parameters.items()}, state.storage.layout)
+        )
 
 
 class BoostedModel(nn.Module):
@@ -71,7 +73,9 @@ class BoostedModel(nn.Module):
             params, *args, key=key, train=self.training, buffers=run.state.buffers, mutable=True, **kwargs
         )
         if self.training:
-            run.state = run.state.replace(buffers=tree.map(torch.Tensor.detach, buffers), position=run.state.position + 1)
+            run.state = run.state.replace(
+                buffers=tree.map(torch.Tensor.detach, buffers), position=run.state.position + 1
+            )
         return _cast_outputs(outputs, run.policy.output)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
@@ -142,7 +146,9 @@ class BoostedOptimizer:
                 parameter.grad.zero_()
         self._norm = None
 
-    def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> torch.Tensor:
+    def clip_grad_by_norm(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
         """Scale the gradients down to a global norm of at most ``max_norm``; returns the norm before (0-d).
 
         Raises ValueError for another norm than the 2-norm, RuntimeError for a norm that is not finite, if asked to.
@@ -241,7 +247,11 @@ def boost(
     parameters = {bucket: nn.Parameter(buffer) for bucket, buffer in state.storage.buffers.items()}
     run = Run(module, model, state, parameters, policy)
     handle = None if converted is None else BoostedOptimizer(run, optimizer, converted)
-    return BoostedModel(run), handle, None if handle is None or lr_scheduler is None else BoostedScheduler(lr_scheduler, handle)
+    return (
+        BoostedModel(run),
+        handle,
+        None if handle is None or lr_scheduler is None else BoostedScheduler(lr_scheduler, handle),
+    )
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
@@ -283,4 +293,3 @@ def _with_weights(state: TrainState, module: nn.Module) -> TrainState:
     kept = {name: params[name].to(info.dtype) for name, info in state.abstract.tree.items()}
     buffers = {name: buffer.detach().to(state.step.device, copy=True) for name, buffer in module.named_buffers()}
     return state.replace(params=kept, buffers=buffers)
-

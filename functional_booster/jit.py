@@ -40,7 +40,9 @@ def jit(
         raise TypeError(f"fn: {type(fn).__name__}, expected a function")
     if isinstance(fn, Jitted):
         raise TypeError(f"fn: {fn.__name__} is jitted already")
-    donated = (0,) if donate is True else () if donate is False else (donate,) if isinstance(donate, int) else tuple(donate)
+    donated = (
+        (0,) if donate is True else () if donate is False else (donate,) if isinstance(donate, int) else tuple(donate)
+    )
     return Jitted(fn, donated, options)
 
 
@@ -99,7 +101,9 @@ class Jitted:
             )
         lowered, outputs = _trace(self, call)
         self._last = call.described()
-        self._entries[key] = _Entry(lowered.compile(self.options), call.names, call.places, outputs, _donated(self.donate, args, call))
+        self._entries[key] = _Entry(
+            lowered.compile(self.options), call.names, call.places, outputs, _donated(self.donate, args, call)
+        )
         return self._entries[key]
 
     def _unhashable(self, call: _Call) -> TypeError:
@@ -107,8 +111,12 @@ class Jitted:
             try:
                 hash(leaf)
             except TypeError:
-                return TypeError(f"{name}: {type(leaf).__name__} is no tensor and cannot be hashed, so it can be no static leaf")
-        return TypeError("the structure of the arguments cannot be hashed: a registered node has unhashable static fields")
+                return TypeError(
+                    f"{name}: {type(leaf).__name__} is no tensor and cannot be hashed, so it can be no static leaf"
+                )
+        return TypeError(
+            "the structure of the arguments cannot be hashed: a registered node has unhashable static fields"
+        )
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,10 @@ class _Call:
         return _Call(self.names, tuple(map(_signature, self.leaves)), self.structure)
 
     def difference(self, before: _Call) -> str:
-        now, then = dict(zip(self.names, map(_signature, self.leaves), strict=True)), dict(zip(before.names, before.leaves, strict=True))
+        now, then = (
+            dict(zip(self.names, map(_signature, self.leaves), strict=True)),
+            dict(zip(before.names, before.leaves, strict=True)),
+        )
         for name in now:
             if name not in then:
                 return f"{name} is new ({_show(now[name])})"
@@ -220,7 +231,9 @@ def _trace(jitted: Jitted, call: _Call) -> tuple[Lowered, _Outputs]:
     return Lowered(jitted.__name__, traced, names, tuple(donated[place] for place in places)), recorded[0]
 
 
-def _assign(leaves: list[Any], inputs: list[Any], donated: tuple[bool, ...]) -> tuple[list[_Output], list[torch.Tensor]]:
+def _assign(
+    leaves: list[Any], inputs: list[Any], donated: tuple[bool, ...]
+) -> tuple[list[_Output], list[torch.Tensor]]:
     """Give each result leaf its place: what is an input stays it, what fits a donated input is written there at the end."""
     by_identity = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
     free = [place for place, give in enumerate(donated) if give]
@@ -281,5 +294,3 @@ def _show(signature: Any) -> str:
 
 def _wants_autograd(leaves: list[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves)
-
-

@@ -85,7 +85,9 @@ def _flops(module: GraphModule) -> int:
     for node in module.graph.nodes:
         if node.target is region.call_op:
             total += _flops(region.programs[node.args[0]].graph)
-        elif node.op == "call_function" and (formula := flop_registry.get(getattr(node.target, "overloadpacket", None))):
+        elif node.op == "call_function" and (
+            formula := flop_registry.get(getattr(node.target, "overloadpacket", None))
+        ):
             args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
             total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
     return total
@@ -129,5 +131,3 @@ def _is_part(node: Node) -> bool:
 
 def _region_peak(node: Node) -> int:
     return _peak(region.programs[str(node.args[0])].graph)
-
-

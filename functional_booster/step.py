@@ -52,7 +52,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
-            raise TypeError(f"loss_fn: {type(self.loss_fn).__name__}, expected a function (params, batch, key) -> (sum, weight)")
+            raise TypeError(
+                f"loss_fn: {type(self.loss_fn).__name__}, expected a function (params, batch, key) -> (sum, weight)"
+            )
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise ValueError(f"accumulate: {self.accumulate!r}, expected a whole number of microbatches, at least 1")
         if self.max_norm is not None and not self.max_norm > 0:
@@ -137,7 +139,9 @@ def evaluate(
     parts = result if isinstance(result, tuple) else (result,)
     loss, weight, aux = (*parts, None, None)[:3] if len(parts) <= 3 else (None, None, None)
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        raise TypeError(f"loss_fn returned {_describe(result)}, expected a 0-d mean, (sum, weight) or (sum, weight, aux)")
+        raise TypeError(
+            f"loss_fn returned {_describe(result)}, expected a 0-d mean, (sum, weight) or (sum, weight, aux)"
+        )
     if len(parts) == 1:
         weight = torch.tensor(float(_rows(batch)), dtype=torch.float32, device=loss.device)
         loss = loss * weight.to(loss.dtype)
@@ -148,7 +152,12 @@ def evaluate(
         raise TypeError(f"loss_fn returned aux of type {type(aux).__name__}, expected a dict of scalars")
     aux = dict(aux or {})
     new_buffers = aux.pop("buffers", buffers)
-    return loss, weight, {name: _scalar(name, value, loss) for name, value in aux.items()}, tree.map(torch.Tensor.detach, new_buffers)
+    return (
+        loss,
+        weight,
+        {name: _scalar(name, value, loss) for name, value in aux.items()},
+        tree.map(torch.Tensor.detach, new_buffers),
+    )
 
 
 def microbatches(batch: Tree, number: int) -> list[Tree]:

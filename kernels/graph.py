@@ -6,13 +6,15 @@ once on fake tensors (make_fx), so that any Python goes.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import hashlib
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,10 +25,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .gelu import gelu, gelu_backward
 
 T = TypeVar("T")
+_tapes: ContextVar[tuple[str, ...]] = ContextVar("gradients_on_the_tape", default=())
+
 Runnable = Callable[..., list[torch.Tensor]]
 
 
-def trace(fn: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], decompose: bool = False) -> GraphModule:
+def trace(
+    fn: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Tensor], decompose: bool = False
+) -> GraphModule:
     """The ATen graph of ``fn(*examples)``, on fake tensors: nothing is computed, examples give shapes and dtypes alone.
 
     ``decompose`` breaks composite ops into the compiler's own, as the partitioner expects.
@@ -34,7 +40,10 @@ def trace(fn: Callable[..., Sequence[torch.Tensor]], examples: Sequence[torch.Te
     table: Any = decompositions() if decompose else None
     with torch.no_grad():
         traced = make_fx(
-            lambda *leaves: list(fn(*leaves)), decomposition_table=table, tracing_mode="fake", _allow_non_fake_inputs=True
+            lambda *leaves: list(fn(*leaves)),
+            decomposition_table=table,
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
         )(*examples)
     traced.graph.eliminate_dead_code()
     traced.recompile()
@@ -47,7 +56,17 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     aten = torch.ops.aten
-    return {**select_decomp_table(), aten.gelu.default: gelu, aten.gelu_backward.default: gelu_backward}
+    ours = {aten.gelu.default: gelu, aten.gelu_backward.default: gelu_backward, aten.addmm.default: _addmm}
+    return {**select_decomp_table(), **ours}
+
+
+def _addmm(
+    bias: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """The bias of a linear layer joins the elementwise kernel that follows; the library would write it out first."""
+    if left.device.type != "cpu" or bias.dim() != 1 or (beta, alpha) != (1, 1) or not left.is_floating_point():
+        return NotImplemented
+    return torch.mm(left, right) + bias
 
 
 def empty_like_outside(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,6 +84,7 @@ def outside_transforms(fn: Callable[[], T]) -> T:
     failure: list[BaseException] = []
 
     def run() -> None:
+        context.run(_tapes.set, ())
         try:
             result.append(context.run(fn))
         except BaseException as error:
@@ -79,9 +99,19 @@ def outside_transforms(fn: Callable[[], T]) -> T:
 
 
 def transforms() -> tuple[str, ...]:
-    """The active torch.func transforms, outermost first: "Grad", "Vmap", "Jvp", "Functionalize"."""
+    """The active transforms, outermost first: "Grad", "Vmap", "Jvp", "Functionalize" (torch.func's, and ``on_the_tape``)."""
     stack = torch._C._functorch.get_interpreter_stack() or []
-    return tuple(interpreter.key().name for interpreter in stack)
+    return (*_tapes.get(), *(interpreter.key().name for interpreter in stack))
+
+
+@contextlib.contextmanager
+def on_the_tape() -> Iterator[None]:
+    """Count as a "Grad" what is computed inside: its gradient is taken by autograd's tape."""
+    token = _tapes.set((*_tapes.get(), "Grad"))
+    try:
+        yield
+    finally:
+        _tapes.reset(token)
 
 
 def is_tracing() -> bool:
@@ -116,7 +146,7 @@ def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node
     """
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     tangents = placeholders[primals:]
-    results = _own_results(joint, outputs)
+    results = list(next(node for node in joint.graph.nodes if node.op == "output").args[0])
     later = set(tangents)
     for node in joint.graph.nodes:
         if any(parent in later for parent in node.all_input_nodes):
@@ -136,19 +166,29 @@ def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node
             pending.extend(node.all_input_nodes)
     kept = [node for node in placeholders[:primals] if node in saved]
     residuals = [node for node in joint.graph.nodes if node in saved and node.op != "placeholder"]
-    returned = list(dict.fromkeys([*results[:outputs], *residuals]))
+    returned = [*results[:outputs], *(node for node in residuals if node not in results[:outputs])]
     return Cut(
-        _extract(joint, placeholders[:primals], returned),
-        _extract(joint, [*kept, *residuals, *tangents], results[outputs:]),
+        own_results(_extract(joint, placeholders[:primals], returned)),
+        own_results(_extract(joint, [*kept, *residuals, *tangents], results[outputs:])),
         tuple(placeholders.index(node) for node in kept),
         tuple(returned.index(node) for node in residuals),
     )
 
 
 def own_results(graph: GraphModule) -> GraphModule:
-    """The graph with no result that aliases an input or another result, as an opaque op must have it."""
+    """The graph with no result that shares storage with an input or another result, as an opaque op must have it."""
     output = next(node for node in graph.graph.nodes if node.op == "output")
-    output.args = (_own_results(graph, len(output.args[0])),)
+    owners: set[Node] = set()
+    results = list(output.args[0])
+    for place, node in enumerate(results):
+        if not isinstance(node, Node):
+            continue
+        if (base := _base(node)).op == "placeholder" or base in owners:
+            with graph.graph.inserting_before(output):
+                results[place] = graph.graph.call_function(torch.ops.aten.clone.default, (node,))
+            results[place].meta = dict(node.meta)
+        owners.add(base)
+    output.args = (results,)
     graph.recompile()
     return graph
 
@@ -228,24 +268,15 @@ def _base(node: Node) -> Node:
     """The value that a chain of views looks at; a part of a split is a view, too."""
     while node.op == "call_function":
         source = node.all_input_nodes[0] if node.all_input_nodes else node
-        part_of_view = node.target is operator.getitem and getattr(source.target, "is_view", False)
-        if not (part_of_view or getattr(node.target, "is_view", False)):
+        if not (_is_view(node) or (node.target is operator.getitem and _is_view(source))):
             break
         node = source
     return node
 
 
-def _own_results(joint: GraphModule, outputs: int) -> list[Any]:
-    """The results, where each of the first ``outputs`` is a value of its own: no input, no view, none twice."""
-    output = next(node for node in joint.graph.nodes if node.op == "output")
-    results = list(output.args[0])
-    for place in range(outputs):
-        node = results[place]
-        if node.op == "placeholder" or _base(node) is not node or node in results[:place]:
-            with joint.graph.inserting_before(output):
-                results[place] = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
-            results[place].meta = dict(node.meta)
-    return results
+def _is_view(node: Node) -> bool:
+    """Whether the compiler gives no storage of its own to what the node returns."""
+    return getattr(node.target, "is_view", False) or node.target is torch.ops.aten._unsafe_view.default
 
 
 def _is_tensor(node: Node) -> bool:

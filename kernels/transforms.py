@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.func
 
-from . import tree
+from . import graph, tree
 
 Tree = tree.Tree
 
@@ -61,7 +61,7 @@ def grad_and_value(
             return value, tuple(tensors)
 
         floats = tuple(leaves[place] for place in places)
-        grads, (value, tensors) = torch.func.grad_and_value(flat, has_aux=True)(floats)
+        grads, (value, tensors) = _on_the_tape(flat, floats) or torch.func.grad_and_value(flat, has_aux=True)(floats)
         filled: list[Any] = [None] * len(leaves)
         for place, gradient in zip(places, grads, strict=True):
             filled[place] = gradient
@@ -81,6 +81,44 @@ def grad(fn: Callable[..., Any], argnums: int | tuple[int, ...] = 0, has_aux: bo
         return (grads, value[1]) if has_aux else grads
 
     return wrapped
+
+
+def _on_the_tape(flat: Callable[..., Any], floats: tuple[torch.Tensor, ...]) -> Any:
+    """The outermost gradient by autograd's tape, None where somebody could differentiate again.
+
+    torch.func keeps what a second derivative would need of every backward: nearly twice the memory. Where no transform,
+    trace or outer tape looks on, nobody can ask for one, and the tape frees as it goes. The numbers are the same.
+    """
+    if graph.transforms() or graph.is_tracing() or torch.is_inference_mode_enabled():
+        return None
+    watched = torch.is_grad_enabled()
+    if watched and any(value.requires_grad for value in floats):
+        return None
+    leaves = tuple(value.detach().requires_grad_() for value in floats)
+    with torch.enable_grad(), graph.on_the_tape():
+        value, aux = flat(leaves)
+    if watched and not _leaves_of(value) <= set(leaves):
+        return None
+    if not value.requires_grad or not leaves:
+        grads = tuple(torch.zeros_like(leaf, requires_grad=False) for leaf in leaves)
+    else:
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        grads = tuple(torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, found, strict=True))
+    return grads, (value.detach(), tuple(tensor.detach() for tensor in aux))
+
+
+def _leaves_of(value: torch.Tensor) -> set[torch.Tensor]:
+    """The tensors that autograd's tape leads back to."""
+    seen, pending, leaves = set(), [value.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.add(leaf)
+        pending.extend(parent for parent, _ in node.next_functions)
+    return leaves
 
 
 def vjp(fn: Callable[..., Any], *primals: Tree) -> tuple[Tree, Callable[[Tree], tuple[Tree, ...]]]:

@@ -198,7 +198,11 @@ def hash_once(cls: type[T]) -> type[T]:
             return self.__dict__.setdefault("_hash", plain_hash(self))
 
     def __eq__(self: Any, other: object) -> bool:
-        return self is other or (hash(self) == hash(other) if type(self) is type(other) else False) and plain_eq(self, other)
+        return (
+            self is other
+            or (hash(self) == hash(other) if type(self) is type(other) else False)
+            and plain_eq(self, other)
+        )
 
     cls.__hash__, cls.__eq__ = __hash__, __eq__  # type: ignore
     return cls

@@ -88,6 +88,7 @@ print(bytes(written[0].tolist()).decode(errors="replace"))
 # `jit` runs the Python once on fake tensors. `lower` shows the graph without compiling or running it: the repeated block
 # is a region, which is traced and compiled once whatever the depth.
 
+
 # %%
 def gradient_of_a_batch(params, batch):
     return fb.grad(lambda p: model.loss(p, batch)[0])(params)

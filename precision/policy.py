@@ -51,7 +51,9 @@ def policy_of(precision: str | Policy | None) -> Policy:
     if not isinstance(precision, str):
         raise TypeError(f"mixed_precision: {type(precision).__name__}, expected a name, a Policy or None")
     if precision not in _named:
-        raise ValueError(f"mixed_precision: {precision!r} is not known, expected one of {', '.join(map(repr, _named))} or None")
+        raise ValueError(
+            f"mixed_precision: {precision!r} is not known, expected one of {', '.join(map(repr, _named))} or None"
+        )
     return _named[precision]
 
 

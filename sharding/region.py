@@ -107,7 +107,9 @@ def region(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     return wrapped
 
 
-def call(fn: Callable[..., Tree], args: tuple[Tree, ...], cache: dict[Any, Pair], policy: Policy | None, outline: bool) -> Tree:
+def call(
+    fn: Callable[..., Tree], args: tuple[Tree, ...], cache: dict[Any, Pair], policy: Policy | None, outline: bool
+) -> Tree:
     """``fn(*args)`` through its two graphs. ``policy`` says what may be saved; None: the least memory traffic."""
     leaves, structure = tree.flatten(args)
     places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))

@@ -25,7 +25,9 @@ torch.library.register_fake("functional_booster_remat::barrier", lambda x, after
 
 
 @torch.library.register_vmap("functional_booster_remat::barrier")
-def _barrier_vmap(info: Any, dims: tuple[int | None, ...], x: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+def _barrier_vmap(
+    info: Any, dims: tuple[int | None, ...], x: torch.Tensor, after: torch.Tensor
+) -> tuple[torch.Tensor, int | None]:
     return torch.ops.functional_booster_remat.barrier(x, after), dims[0]
 
 
@@ -61,7 +63,9 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
     the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called.
     """
     if not callable(policy):
-        raise TypeError(f"policy: {policy!r}, expected a function from a graph's node to bool, such as fb.remat.dots_saveable")
+        raise TypeError(
+            f"policy: {policy!r}, expected a function from a graph's node to bool, such as fb.remat.dots_saveable"
+        )
     if policy is everything_saveable:
         return fn
     cache: dict[Any, region.Pair] = {}

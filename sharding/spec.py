@@ -21,7 +21,9 @@ class PartitionSpec(tuple[AxisNames, ...]):
         for position, entry in enumerate(entries):
             for name in (entry,) if isinstance(entry, str) else (entry or ()):
                 if not isinstance(name, str):
-                    raise TypeError(f"PartitionSpec: entry {position} is {entry!r}, expected None, a name or a tuple of names")
+                    raise TypeError(
+                        f"PartitionSpec: entry {position} is {entry!r}, expected None, a name or a tuple of names"
+                    )
                 if name in seen:
                     raise ValueError(f"PartitionSpec: axis {name!r} stands twice in {entries!r}")
                 seen.add(name)

@@ -91,7 +91,9 @@ class TestInit:
 
     def test_abstract_describes_the_state(self, booster: fb.Booster, state: fb.TrainState) -> None:
         described = booster.abstract(MODEL, TX)
-        fb.tree.map(lambda info, leaf: (info.shape, info.dtype) == (tuple(leaf.shape), leaf.dtype) or 1 / 0, described, state)
+        fb.tree.map(
+            lambda info, leaf: (info.shape, info.dtype) == (tuple(leaf.shape), leaf.dtype) or 1 / 0, described, state
+        )
         assert fb.tree.structure(described) == fb.tree.structure(state)
 
     def test_every_problem_of_the_params_is_named(self, booster: fb.Booster) -> None:
@@ -128,9 +130,15 @@ class TestStep:
         assert metrics["lr"].item() == pytest.approx(0.01)
 
     @given(
-        st.integers(1, 4), st.integers(1, 4), st.sampled_from([0.0, 0.4, 1.0]), st.booleans(), st.sampled_from([None, 0.1])
+        st.integers(1, 4),
+        st.integers(1, 4),
+        st.sampled_from([0.0, 0.4, 1.0]),
+        st.booleans(),
+        st.sampled_from([None, 0.1]),
     )
-    def test_any_split_of_a_batch_agrees(self, parts: int, size: int, ignored: float, jit: bool, clip: float | None) -> None:
+    def test_any_split_of_a_batch_agrees(
+        self, parts: int, size: int, ignored: float, jit: bool, clip: float | None
+    ) -> None:
         booster, batch = fb.Booster(device="cpu"), rows(parts * size, seed=3, ignored=ignored)
         results = []
         for accumulate in (1, parts):
@@ -192,7 +200,12 @@ class TestStep:
     def test_a_donated_state_is_refused(self, jit: bool, booster: fb.Booster, state: fb.TrainState) -> None:
         step = booster.train_step(loss_fn, TX, jit=jit)
         step(state, rows(4))
-        for use in (lambda: step(state, rows(4)), lambda: state.params, lambda: booster.full_params(state), lambda: state.step):
+        for use in (
+            lambda: step(state, rows(4)),
+            lambda: state.params,
+            lambda: booster.full_params(state),
+            lambda: state.step,
+        ):
             with pytest.raises(fb.DonatedError, match="donated to train_step"):
                 use()
 
@@ -230,7 +243,9 @@ class TestSkip:
 
 class TestBuffers:
     def model(self) -> tuple[torch.nn.Module, fb.Model]:
-        module = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, CLASSES)).double()
+        module = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, CLASSES)
+        ).double()
         return module, fb.functionalize(module)
 
     @pytest.mark.parametrize("jit", [False, True])
@@ -327,7 +342,11 @@ class TestBadInput:
 
     @pytest.mark.parametrize(
         ("options", "message"),
-        [({"accumulate": 0}, "accumulate: 0"), ({"max_norm": -1.0}, "max_norm: -1.0"), ({"accumulate": 1.5}, "accumulate: 1.5")],
+        [
+            ({"accumulate": 0}, "accumulate: 0"),
+            ({"max_norm": -1.0}, "max_norm: -1.0"),
+            ({"accumulate": 1.5}, "accumulate: 1.5"),
+        ],
     )
     def test_options(self, options: Any, message: str, booster: fb.Booster) -> None:
         with pytest.raises(ValueError, match=message):

@@ -15,7 +15,9 @@ from functional_booster import checkpoint
 
 SIZES = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_head": 2}
 MODEL = fb.models.gpt2(**SIZES, n_layer=2)
-TX = fb.optim.adamw(fb.schedules.linear(0.1, 0.0, 10), mask=lambda params: fb.tree.map(lambda p: len(p.shape) > 1, params))
+TX = fb.optim.adamw(
+    fb.schedules.linear(0.1, 0.0, 10), mask=lambda params: fb.tree.map(lambda p: len(p.shape) > 1, params)
+)
 BATCH = {"input_ids": torch.arange(16).view(2, 8)}
 
 
@@ -150,7 +152,9 @@ class TestBadInput:
         assert "params.wte.weight: float32[20, 8], expected float32[21, 8]" in message
         assert "params.h.1.ln_1.bias: not in the model and optimizer" in message
 
-    def test_a_folder_with_other_things_is_left_alone(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
+    def test_a_folder_with_other_things_is_left_alone(
+        self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path
+    ) -> None:
         (tmp_path / "thesis.txt").write_text("precious")
         with pytest.raises(FileExistsError, match="holds other files"):
             booster.save(tmp_path, state)

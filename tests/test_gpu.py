@@ -19,7 +19,9 @@ SIZES = {"vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_hea
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}
 
 
-def train(device: str, jit: bool, steps: int = 4, precision: str | None = None, **options: Any) -> tuple[Any, list[float]]:
+def train(
+    device: str, jit: bool, steps: int = 4, precision: str | None = None, **options: Any
+) -> tuple[Any, list[float]]:
     model, tx = fb.models.gpt2(**SIZES, **options), fb.optim.adamw(1e-2, weight_decay=0.1)
     booster = fb.Booster(device=device, mixed_precision=precision)
     state = booster.init(model, tx, key=fb.random.key(0))
@@ -52,7 +54,12 @@ def test_bf16_learns_as_float32_does() -> None:
 def test_llama_and_a_hugging_face_module() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     module = transformers.LlamaForCausalLM(config)
     own, weights = fb.models.from_hf(module)

@@ -22,7 +22,9 @@ def _traced_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(graph, "compile", lambda traced, examples, options=None: traced)
 
 
-def update(params: dict[str, torch.Tensor], x: torch.Tensor, rate: float = 0.1) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def update(
+    params: dict[str, torch.Tensor], x: torch.Tensor, rate: float = 0.1
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     grads, loss = fb.grad_and_value(lambda p: (torch.tanh(x @ p["w"]) + p["b"]).square().sum())(params)
     return fb.tree.map(lambda p, g: p - rate * g, params, grads), loss
 
@@ -45,6 +47,27 @@ def test_compiled_equals_eager_with_donation() -> None:
         expected, expected_loss = update(expected, x)
         close((state, loss), (expected, expected_loss))
     assert step.compiles == 1
+
+
+@pytest.mark.compiler
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_compiled_train_step_equals_the_eager_one(family: str) -> None:
+    """Regions, fused loss, optimizer and donation through Inductor, with warnings as errors."""
+    if family == "gpt2":
+        model = fb.models.gpt2(vocab_size=40, n_positions=16, n_embd=16, n_layer=2, n_head=2)  # with dropout
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = fb.models.llama(vocab_size=40, max_position_embeddings=16, num_key_value_heads=1, **sizes)
+    tx, booster = fb.optim.adamw(1e-2), fb.Booster(device="cpu")
+    batch = {"input_ids": fb.random.randint(fb.random.key(1), (4, 16), 0, 40).long()}
+    results = []
+    for compiled in (True, False):
+        state = booster.init(model, tx, key=fb.random.key(0))
+        step = booster.train_step(model.loss, tx, max_norm=0.5, jit=compiled)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        results.append((state.params, metrics))
+    fb.tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4), *results)
 
 
 class TestTrees:

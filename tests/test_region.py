@@ -14,7 +14,12 @@ import functional_booster as fb
 from functional_booster.kernels import graph
 from functional_booster.sharding import region
 from functional_booster.sharding.environment import bind
-from functional_booster.sharding.remat import dots_saveable, everything_saveable, nothing_saveable, save_only_these_names
+from functional_booster.sharding.remat import (
+    dots_saveable,
+    everything_saveable,
+    nothing_saveable,
+    save_only_these_names,
+)
 
 WIDTH, DEPTH = 6, 3
 
@@ -115,7 +120,8 @@ class TestSameNumbers:
 def test_the_graph_holds_one_region_for_all_layers(inputs: Any) -> None:
     layers, x = inputs
     lowered = {
-        depth: fb.jit(fb.grad(stack(fb.region(block)), argnums=(0, 1))).lower((layers * depth)[:depth], x) for depth in (2, 8)
+        depth: fb.jit(fb.grad(stack(fb.region(block)), argnums=(0, 1))).lower((layers * depth)[:depth], x)
+        for depth in (2, 8)
     }
     assert {len(low.regions) for low in lowered.values()} == {2}  # a forward and a backward
     calls = {d: sum(n.target is region.call_op for n in low.graph.nodes) for d, low in lowered.items()}
@@ -126,7 +132,12 @@ def test_the_graph_holds_one_region_for_all_layers(inputs: Any) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "saved"),
-    [(nothing_saveable, 0), (save_only_these_names("hidden"), 1), (save_only_these_names("other"), 0), (dots_saveable, 1)],
+    [
+        (nothing_saveable, 0),
+        (save_only_these_names("hidden"), 1),
+        (save_only_these_names("other"), 0),
+        (dots_saveable, 1),
+    ],
 )
 def test_what_is_saved(policy: Any, saved: int, inputs: Any) -> None:
     """Beyond its inputs a block saves what the policy names, and the backward recomputes the rest."""
@@ -156,7 +167,9 @@ def test_a_result_that_is_an_input_or_a_view() -> None:
         return x, z, z.T, z, y[0]
 
     x, y = torch.arange(6.0).view(2, 3), torch.ones(2, 3)
-    loss = fb.jit(fb.grad(lambda x, y: sum(o.sum() * (i + 1) for i, o in enumerate(fb.region(awkward)(x, y))), argnums=(0, 1)))
+    loss = fb.jit(
+        fb.grad(lambda x, y: sum(o.sum() * (i + 1) for i, o in enumerate(fb.region(awkward)(x, y))), argnums=(0, 1))
+    )
     plain = fb.grad(lambda x, y: sum(o.sum() * (i + 1) for i, o in enumerate(awkward(x, y))), argnums=(0, 1))
     assert_equal(loss.lower(x, y).module(x, y), list(plain(x, y)))
 

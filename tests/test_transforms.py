@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -361,3 +362,57 @@ class TestComposition:
         x = torch.tensor(0.7, dtype=torch.float64)
         third = derivative(derivative(derivative(lambda p: p["x"] ** 5)))
         assert_close(third({"x": x}), 60 * x**2)
+
+
+class TestOutermostGradient:
+    """Outermost, the gradient is taken on autograd's tape; what that must not change."""
+
+    def test_it_frees_what_only_a_second_derivative_needs(self) -> None:
+        alive: list[weakref.ref[Any]] = []
+        most = []
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                return x * x
+
+            @staticmethod
+            def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+                ctx.save_for_backward(*inputs)
+
+            @staticmethod
+            def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:
+                inner = 2 * ctx.saved_tensors[0]
+                alive.append(weakref.ref(inner.untyped_storage()))
+                most.append(sum(ref() is not None for ref in alive))
+                return cotangent * inner
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(5):
+                x = Square.apply(x).cos()
+            return x.sum()
+
+        transforms.grad(fn)(torch.ones(3))
+        assert len(alive) == 5
+        assert max(most) == 1
+
+    def test_a_closure_that_requires_a_gradient_still_gets_it(self) -> None:
+        scale = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+        x = torch.tensor(2.0, dtype=torch.float64)
+        transforms.grad(lambda x: scale * x**3)(x).backward()  # d/dscale of 3 scale x^2
+        assert scale.grad is not None
+        assert scale.grad.item() == 12.0
+
+    def test_an_input_that_requires_a_gradient_still_gets_it(self) -> None:
+        x = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+        transforms.grad(lambda x: x**3)(x).backward()
+        assert x.grad is not None
+        assert x.grad.item() == 12.0
+
+    def test_results_are_plain_tensors(self) -> None:
+        x = torch.ones(2)
+        grads, (value, aux) = transforms.grad_and_value(lambda x: (x.sum(), {"twice": 2 * x}), has_aux=True)(x)
+        assert not any(t.requires_grad for t in (grads, value, aux["twice"]))
+        assert torch.equal(transforms.grad(lambda x: torch.zeros(()))(x), torch.zeros(2))
+        with torch.no_grad():
+            assert torch.equal(transforms.grad(lambda x: x.square().sum())(x), 2 * x)
