@@ -5,13 +5,13 @@ from __future__ import annotations
 from functional_booster.kernels import random, tree
 from functional_booster.kernels.transforms import grad, grad_and_value, vjp, vmap
 from functional_booster.precision import Policy
-from functional_booster.sharding import initializers
+from functional_booster.sharding import checkpoint_policies, initializers
 from functional_booster.sharding.abstract import ArrayInfo, initialize
 from functional_booster.sharding.region import region
 from functional_booster.sharding.remat import checkpoint_name, remat
 from functional_booster.sharding.spec import P, PartitionSpec
 
-from . import data, debug, losses, lr_scheduler, models, optim, profile, schedules, trackers, visualize
+from . import data, debug, hooks, losses, lr_scheduler, models, optim, profile, schedules, trackers, visualize
 from .booster import Booster
 from .donation import DonatedError
 from .fit import fit
@@ -35,6 +35,7 @@ __all__ = [
     "RecompileWarning",
     "TrainState",
     "checkpoint_name",
+    "checkpoint_policies",
     "data",
     "debug",
     "fit",
@@ -42,6 +43,7 @@ __all__ = [
     "generate",
     "grad",
     "grad_and_value",
+    "hooks",
     "initialize",
     "initializers",
     "jit",

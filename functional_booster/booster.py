@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,17 +14,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_booster import checkpoint, imperative, optim, step
-from functional_booster.kernels import flat, graph, random, tree
+from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast, policy_of
+from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
 
 from .donation import consume
-from .jit import jit
+from .jit import Jitted, jit
+from .lowered import Lowered
 from .models.model import Model
 from .state import Abstract, TrainState, disassemble
 
 Tree = tree.Tree
-Step = Callable[[TrainState, Tree], tuple[TrainState, step.Metrics]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Booster:
         skip_nonfinite: bool = True,
         jit: bool = True,
         donate: bool = True,
-    ) -> Step:
+    ) -> TrainStep:
         """The function ``(state, batch) -> (state, metrics)``: forward, backward, clipping and update, as one graph.
 
         ``loss_fn(params, batch, key)`` returns ``(sum, weight)``, ``(sum, weight, aux)`` or a mean over rows; ``key`` may
@@ -100,15 +102,19 @@ class Booster:
         return _train_step(recipe, jit, donate)
 
     def eval_step(self, loss_fn: step.LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
-        """The function ``(state, batch) -> metrics`` (loss, tokens, aux), without a key, gradients or changes."""
+        """The function ``(state, batch) -> metrics`` (loss, tokens, aux): no key, no dropout, no gradients, no change.
+
+        The ``loss_fn`` of the training will do: own and functionalized models drop nothing here, ``train=True`` or not.
+        """
         policy = self.policy
 
         def evaluate(state: TrainState, batch: Tree) -> step.Metrics:
             params = cast(state.params, policy.compute)
-            loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
-            return {"loss": loss / weight.clamp_min(step.TINY), "tokens": weight, **aux}
+            with environment.bind(evaluating=True, compute=policy.compute):
+                loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
+            return {"loss": step.mean(loss, weight), "tokens": weight, **aux}
 
-        run = _jit(evaluate) if jit else torch.no_grad()(evaluate)
+        run = _jit(evaluate) if jit else _without_tape(evaluate)
 
         def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
             _check(state, batch)
@@ -171,7 +177,8 @@ class Booster:
 
     def _state(self, model: Model, tx: optim.GradientTransformation, params: Tree, key: torch.Tensor) -> TrainState:
         device = self.device
-        placed = tree.map(lambda leaf: leaf.detach().to(device, copy=True), cast(params, self.policy.param))
+        typed = tree.map(lambda leaf, info: leaf.detach().to(info.dtype), params, model.abstract)
+        placed = tree.map(lambda leaf: leaf.to(device, copy=True), cast(typed, self.policy.param))
         described = tree.map(
             lambda leaf, info: ArrayInfo(
                 info.shape, leaf.dtype, info.spec, None, info.trainable and leaf.is_floating_point()
@@ -199,41 +206,85 @@ class Booster:
 _jit = jit  # the methods have an argument of this name
 
 
-def _train_step(recipe: step.Recipe, compiled: bool, donate: bool) -> Step:
-    def whole(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+@dataclass(frozen=True)
+class TrainStep:
+    """A training step: ``(state, batch) -> (state, metrics)``. ``lower`` shows its graph, ``compiles`` counts them."""
+
+    recipe: step.Recipe
+    donate: bool
+    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        _check(state, batch)
+        whole, further, finish = self.parts
+        batches = step.microbatches(batch, self.recipe.accumulate)
+        if len(batches) == 1:
+            return whole(state, batches[0])
+        sums = step.zeros(self.recipe, state, batches[0])
+        for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
+            sums = further(sums, state, batches[index], microbatch)
+        return finish(state, sums)
+
+    def lower(self, state: TrainState, batch: Tree) -> Lowered:
+        """The graph of this call, untouched by it; of the microbatch when there is accumulation."""
+        _check(state, batch)
+        whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in self.parts)
+        batches = step.microbatches(batch, self.recipe.accumulate)
+        if len(batches) == 1:
+            return whole.lower(state, batches[0])
+        first = torch.zeros((), dtype=torch.int32, device=state.step.device)
+        return further.lower(step.zeros(self.recipe, state, batches[0]), state, batches[0], first)
+
+    @property
+    def compiles(self) -> int:
+        """How many graphs were compiled so far."""
+        return sum(part.compiles for part in self.parts if isinstance(part, Jitted))
+
+
+def _train_step(recipe: step.Recipe, compiled: bool, donate: bool) -> TrainStep:
+    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
         return step.update(recipe, state, step.gradients(recipe, state, batch))
 
-    def first(state: TrainState, batch: Tree) -> step.Sums:
-        return step.gradients(recipe, state, batch)
-
-    def further(sums: step.Sums, state: TrainState, batch: Tree, index: torch.Tensor) -> step.Sums:
+    def microbatch(sums: step.Sums, state: TrainState, batch: Tree, index: torch.Tensor) -> step.Sums:
         return step.add(sums, step.gradients(recipe, state.replace(buffers=sums.buffers), batch, index))
 
     def finish(state: TrainState, sums: step.Sums) -> tuple[TrainState, step.Metrics]:
         return step.update(recipe, state, sums)
 
+    finish.__name__ = train_step.__name__
     if compiled:
         given = (0,) if donate else ()
-        whole, first = _jit(whole, donate=given), _jit(first)
-        further, finish = _jit(further, donate=0), _jit(finish, donate=given)
-        whole.__name__ = finish.__name__ = "train_step"
+        parts = _jit(train_step, donate=given), _jit(microbatch, donate=0), _jit(finish, donate=given)
+    else:
+        parts = _eager(train_step, donate), _without_tape(microbatch), _eager(finish, donate)
+    return TrainStep(recipe, donate, parts)
 
-    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        _check(state, batch)
-        parts = step.microbatches(batch, recipe.accumulate)
-        if len(parts) == 1:
-            result = whole(state, parts[0])
-        else:
-            sums = first(state, parts[0])
-            for index, part in enumerate(parts[1:], start=1):
-                sums = further(sums, state, part, torch.tensor(index, dtype=torch.int32))
-            result = finish(state, sums)
-        if donate and not compiled and not graph.transforms():
-            consume(state, "train_step")
-        return result
 
-    train_step.compiled = (whole, first, further, finish) if compiled else ()  # type: ignore
-    return train_step
+def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
+    """``fn`` as it runs without jit; its first argument is consumed all the same, so that a mistake shows."""
+    run = _without_tape(fn)
+
+    @functools.wraps(fn)
+    def wrapped(state: TrainState, *rest: Any) -> Any:
+        result = run(state, *rest)
+        if not donate or graph.transforms() or graph.is_tracing():
+            return result
+        own = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
+        consume(state, fn.__name__)
+        return own
+
+    return wrapped
+
+
+def _without_tape(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, off autograd's tape: gradients through it are taken with fb.grad, and a loop must not drag a tape along."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any) -> Any:
+        with contextlib.nullcontext() if graph.transforms() or graph.is_tracing() else torch.no_grad():
+            return fn(*args)
+
+    return wrapped
 
 
 def _check(state: TrainState, batch: Tree) -> None:
@@ -270,6 +321,8 @@ def _check_params(params: Tree, abstract: Tree) -> None:
         leaf, info = given[name], wanted[name]
         if not isinstance(leaf, torch.Tensor):
             problems.append(f"{name}: {type(leaf).__name__}, expected a torch.Tensor")
+        elif leaf.is_floating_point() != info.dtype.is_floating_point or leaf.is_complex() != info.dtype.is_complex:
+            problems.append(f"{name}: {leaf.dtype}, expected {info.dtype}")
         elif tuple(leaf.shape) != tuple(info.shape):
             problems.append(f"{name}: shape {tuple(leaf.shape)}, expected {tuple(info.shape)}")
     if problems:

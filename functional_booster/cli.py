@@ -153,7 +153,7 @@ def prepare(config: Train) -> Run:
 
     model = _model(config)
     schedule = schedules.cosine_warmup(peak=config.lr, total_steps=config.steps, warmup_steps=config.warmup)
-    tx = optim.adamw(schedule, weight_decay=config.weight_decay, mask=_matrices)
+    tx = optim.adamw(schedule, weight_decay=config.weight_decay, mask=optim.matrices)
     described = _described(config, text)
     if config.resume:
         state = _resume(config, described, booster, model, tx)
@@ -166,7 +166,8 @@ def prepare(config: Train) -> Run:
 def train(run: Run) -> int:
     """Train, and leave metrics, picture, sample and checkpoint in the run's folder; returns the exit status."""
     from . import profile, trackers
-    from .fit import Checkpoint, Hook, Profiler, evaluate, every, fit, stop, stop_on_nan
+    from .fit import fit
+    from .hooks import Checkpoint, Hook, Profiler, evaluate, every, stop, stop_on_nan
 
     config, out = run.config, run.config.out
     start = int(run.state.position)
@@ -209,7 +210,7 @@ def _report(run: Run, state: Any, eval_step: Callable[[Any, Any], Any]) -> int:
     from functional_booster.kernels import tree
 
     from . import trackers, visualize
-    from .fit import mean_metrics
+    from .hooks import mean_metrics
 
     config, out, n = run.config, run.config.out, int(state.position)
     records = [record for record in trackers.read_jsonl(out / "metrics.jsonl") if record.get("loss") is not None]
@@ -290,12 +291,6 @@ def _model(config: Train) -> Any:
         num_key_value_heads=config.n_head,
         intermediate_size=-(-config.n_embd * 8 // 3 // 64) * 64,
     )
-
-
-def _matrices(params: Any) -> Any:
-    from functional_booster.kernels import tree
-
-    return tree.map(lambda leaf: len(leaf.shape) > 1, params)
 
 
 def _described(config: Train, text: torch.Tensor) -> dict[str, Any]:

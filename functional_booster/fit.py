@@ -1,30 +1,23 @@
-"""The training loop that people reuse, and hooks for what happens beside the training."""
+"""The training loop that people reuse."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
-from . import debug
+from .hooks import Batch, Hook, Scalars, StopTraining
 from .profile import peak_memory
 from .trackers import Tracker
 
 log = logging.getLogger(__name__)
-
-Batch = Any
-Scalars = Mapping[str, Any]  # 0-d tensors, not fetched yet, or numbers
-Hook = Callable[[int, Any, Scalars], Scalars | None]
 
 
 class HasPosition(Protocol):
@@ -37,10 +30,6 @@ class HasPosition(Protocol):
 
 
 State = TypeVar("State", bound=HasPosition)
-
-
-class StopTraining(Exception):
-    """Raised by a hook to end the training cleanly after this step."""
 
 
 class _DataEnded(Exception):
@@ -100,7 +89,11 @@ def fit(
             while n < steps and not stopped:
                 batch = fetch(n)
                 good = None
-                state, metrics = step(state, batch)
+                try:
+                    state, metrics = step(state, batch)
+                except Exception:
+                    good = None if getattr(state, "consumed_by", "") else state  # refused before it was consumed
+                    raise
                 good, n = state, n + 1
                 meter.count(metrics)
                 due = n == 1 or n % log_every == 0 or n == steps
@@ -120,133 +113,6 @@ def fit(
             good = None  # ends at once; or is not good
             raise
     return state
-
-
-def every(n: int, hook: Hook) -> Hook:
-    """The hook, called after every n-th step alone. Raises ValueError for n below 1."""
-    return _Every(n, hook)
-
-
-def stop(n: int, state: Any, metrics: Scalars) -> None:
-    """A hook that ends the training: ``every(1000, stop)`` after step 1,000."""
-    raise StopTraining
-
-
-def stop_on_nan(n: int, state: Any, metrics: Scalars) -> None:
-    """A hook that raises FloatingPointError, naming the metric or the leaf, where there is a NaN or an infinity.
-
-    Waits for the device: use ``every(100, stop_on_nan)``.
-    """
-    debug.check_finite(getattr(state, "params", None), f"step {n}: params")
-    debug.check_finite({name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}, f"step {n}: metrics")
-
-
-def evaluate(
-    eval_step: Callable[[Any, Batch], Scalars], batches: Iterable[Batch], every: int, prefix: str = "eval_"
-) -> Hook:
-    """A hook that runs ``eval_step`` over ``batches`` every so many steps and logs ``mean_metrics`` under a prefix."""
-    held = list(batches)
-
-    def hook(n: int, state: Any, metrics: Scalars) -> Scalars:
-        return {prefix + name: value for name, value in mean_metrics(eval_step, state, held).items()}
-
-    return _Every(every, hook)
-
-
-def mean_metrics(
-    eval_step: Callable[[Any, Batch], Scalars], state: Any, batches: Iterable[Batch]
-) -> dict[str, torch.Tensor]:
-    """The batches' metrics averaged by tokens, as 0-d tensors without waiting for the device; ``tokens`` is the sum.
-
-    Raises ValueError when there is no batch.
-    """
-    sums: dict[str, Any] = {}
-    for batch in batches:
-        metrics = dict(eval_step(state, batch))
-        tokens = metrics.pop("tokens")
-        for name, value in {**{name: value * tokens for name, value in metrics.items()}, "tokens": tokens}.items():
-            sums[name] = sums[name] + value if name in sums else value
-    if not sums:
-        raise ValueError("batches: there is none to evaluate")
-    tokens = sums.pop("tokens")
-    return {**{name: value / tokens.clamp(min=1) for name, value in sums.items()}, "tokens": tokens}
-
-
-@dataclass
-class Checkpoint:
-    """A hook that calls ``save(path, state)`` every so many steps and at the end, however it comes.
-
-    ``path`` may hold ``{step}``; without, one checkpoint is written over again, which ``save`` must do atomically.
-    """
-
-    save: Callable[[str, Any], Any]
-    path: str | os.PathLike[str]
-    every: int
-    _saved: int | None = field(default=None, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every: {self.every}, expected at least 1 step")
-
-    def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
-        """Save where it is time."""
-        if n % self.every == 0:
-            self._write(n, state)
-
-    def close(self, n: int, state: Any) -> None:
-        """Save the last state, unless that has been done."""
-        if state is not None and n != self._saved:
-            self._write(n, state)
-
-    def _write(self, n: int, state: Any) -> None:
-        self.save(os.fspath(self.path).replace("{step}", str(n)), state)
-        self._saved = n
-
-
-class Profiler:
-    """A hook that records ``active`` steps with torch.profiler, after ``wait`` and ``warmup`` steps, once.
-
-    The trace goes to ``folder``/trace.json, for chrome://tracing or Perfetto.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], wait: int = 5, warmup: int = 2, active: int = 3) -> None:
-        self._path = Path(folder) / "trace.json"
-        schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
-        self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
-        self._running = False
-
-    def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
-        """Tell the profiler that a step is over."""
-        if not self._running:
-            self._profile.start()
-            self._running = True
-        self._profile.step()
-
-    def close(self, n: int, state: Any) -> None:
-        """Stop recording; a run that ends early keeps what there is."""
-        if self._running:
-            self._profile.stop()
-
-    def _write(self, profile: torch.profiler.profile) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(os.fspath(self._path))
-
-
-@dataclass(frozen=True)
-class _Every:
-    n: int
-    hook: Hook
-
-    def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"every: {self.n}, expected at least 1 step")
-
-    def __call__(self, n: int, state: Any, metrics: Scalars) -> Scalars | None:
-        return self.hook(n, state, metrics) if n % self.n == 0 else None
-
-    def close(self, n: int, state: Any) -> None:
-        if close := getattr(self.hook, "close", None):
-            close(n, state)
 
 
 class _Meter:

@@ -41,10 +41,13 @@ def functionalize(module: nn.Module) -> Model:
       the module's own, as they were when it was functionalized. In training, a module that writes buffers without
       ``mutable=True`` raises ValueError; in evaluation what it writes is dropped. What draws random numbers draws
       from ``key`` and raises ValueError without one.
+    - ``train=True`` is ``module.train()``; but of a module in training, submodules in evaluation mode (frozen batch
+      statistics) stay so: modes are those that the module had when it was functionalized. A dict {submodule name:
+      bool}, as of ``named_modules``, sets each mode.
     - ``buffers()`` copies every buffer, those outside the state dict too.
     - ``loss(params, batch, key=None, buffers=None)``, for Hugging Face causal language models, is the next-token loss
-      of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to the tokens that ``attention_mask`` keeps.
-      With a key it trains: dropout is on.
+      of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to ``losses.labels_from`` of the tokens and
+      ``attention_mask``. With a key it trains: dropout is on.
 
     Raises TypeError for what is no nn.Module or wraps one for data parallelism or compilation, and ValueError for
     modules with uninitialized parameters. Weights on the meta device are described, but ``init`` refuses them.
@@ -63,7 +66,7 @@ def functionalize(module: nn.Module) -> Model:
         params: Values,
         *args: Any,
         key: torch.Tensor | None = None,
-        train: bool = False,
+        train: bool | Mapping[str, bool] = False,
         buffers: Values | None = None,
         mutable: bool = False,
         **kwargs: Any,
@@ -73,7 +76,7 @@ def functionalize(module: nn.Module) -> Model:
             device = next((value.device for value in params.values()), None)
             buffers = {name: buffer.to(device) for name, buffer in model_buffers().items()}
         forward.check("buffers", buffers, forward.abstract_buffers)
-        return forward(params, buffers, args, kwargs, key=key, train=train, mutable=mutable)
+        return forward(params, buffers, args, kwargs, key=key, modes=forward.modes_of(train), mutable=mutable)
 
     return Model(
         init=init,
@@ -94,6 +97,7 @@ class _Forward:
         self.abstract = {name: _info(parameter) for name, parameter in module.named_parameters()}
         self.abstract_buffers = {name: ArrayInfo.of(buffer) for name, buffer in module.named_buffers()}
         self.tied = _tied_names(module)
+        self.modes = {name: part.training for name, part in module.named_modules()}
         template = _on_meta(module)
         hf_attention.prepare(template)
         self.skeleton = _Skeleton(template)
@@ -115,6 +119,17 @@ class _Forward:
         if faults:
             raise ValueError(f"{what} do not fit {self.name}: " + "; ".join(faults))
 
+    def modes_of(self, train: bool | Mapping[str, bool]) -> Mapping[str, bool]:
+        """The mode of each submodule, in the order of ``named_modules``."""
+        if isinstance(train, Mapping):
+            if train.keys() != self.modes.keys():
+                differing = ", ".join(map(repr, sorted(train.keys() ^ self.modes.keys())))
+                raise ValueError(
+                    f"train: expected a mode for each submodule of {self.name}; missing or unknown: {differing}"
+                )
+            return {name: train[name] for name in self.modes}
+        return self.modes if train and self.modes[""] else dict.fromkeys(self.modes, train)
+
     def __call__(
         self,
         params: Values,
@@ -123,12 +138,12 @@ class _Forward:
         kwargs: dict[str, Any],
         *,
         key: torch.Tensor | None,
-        train: bool,
+        modes: Mapping[str, bool],
         mutable: bool,
     ) -> Any:
         owned = {name: buffer.clone() for name, buffer in buffers.items()}
         versions = {name: _version(value) for name, value in [*params.items(), *owned.items()]}
-        with self.skeleton.holding({**params, **owned}, train) as (module, current):
+        with self.skeleton.holding({**params, **owned}, modes) as (module, current):
             with ModuleMode(module, key) as mode:
                 outputs = module(*args, **kwargs)
             after = {name: current(name) for name in versions}
@@ -144,7 +159,7 @@ class _Forward:
             raise ValueError(f"the forward of {self.name} changes parameters in place: {', '.join(changed)}")
         if mutable:
             return outputs, {name: after[name].detach() for name in owned}
-        if train and (changed := written(owned)):
+        if any(modes.values()) and (changed := written(owned)):
             raise ValueError(
                 f"{self.name} writes buffers in training: {', '.join(changed)}; call apply with mutable=True, which "
                 "returns (outputs, new buffers)"
@@ -176,11 +191,14 @@ class _Skeleton(threading.local):
         ]
 
     @contextlib.contextmanager
-    def holding(self, values: Values, train: bool) -> Generator[tuple[nn.Module, Callable[[str], torch.Tensor]]]:
-        """The module with these values, and what reads the value now under a name; afterwards it is as before."""
+    def holding(
+        self, values: Values, modes: Mapping[str, bool]
+    ) -> Generator[tuple[nn.Module, Callable[[str], torch.Tensor]]]:
+        """The module with these values and modes, and what reads the present value of a name; then it is as before."""
         before = [(owner, vars(owner).copy()) for owner in self._owners]
         try:
-            self.module.train(train)
+            for owner, mode in zip(self._owners, modes.values(), strict=True):
+                owner.training = mode
             for owner, attribute, value in self._holders:
                 vars(owner)[attribute] = self._fill(value, values)
             yield self.module, self._read
@@ -281,9 +299,9 @@ def _next_token_loss(apply: Callable[..., Any]) -> Callable[..., Any]:
     def loss(params: Values, batch: Values, key: torch.Tensor | None = None, buffers: Values | None = None) -> Any:
         if "input_ids" not in batch:
             raise KeyError(f"batch: 'input_ids' is missing, it has {sorted(batch)}")
-        tokens, mask, labels = batch["input_ids"], batch.get("attention_mask"), batch.get("labels")
+        tokens, labels = batch["input_ids"], batch.get("labels")
         if labels is None:
-            labels = tokens if mask is None else tokens.masked_fill(mask == 0, -100)
+            labels = losses.labels_from(tokens, batch.get("attention_mask"))
         inputs = {name: batch[name] for name in ("attention_mask", "position_ids", "token_type_ids") if name in batch}
         outputs = apply(params, tokens, **inputs, key=key, train=key is not None, buffers=buffers)
         return losses.next_token(outputs.logits, labels)

@@ -1,8 +1,9 @@
-"""The imperative loop of Colossal-AI's users, as a thin shell over the pure pieces: one TrainState behind three handles."""
+"""The imperative loop of Colossal-AI's users, a thin shell over the pure pieces: one TrainState, three handles."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch.utils._pytree as torch_pytree
 from torch import nn
 
 from functional_booster import optim, step
-from functional_booster.kernels import flat, random, tree
+from functional_booster.kernels import random, tree
 from functional_booster.precision import Policy, cast
 
 from .functionalize import functionalize
 from .models.model import Model
-from .state import TrainState, assemble
-from .torch_optim import FromTorch, from_torch
+from .state import TrainState
+from .torch_optim import FromTorch, FromTorchState, from_torch
 
 Tree = tree.Tree
 Init = Callable[[Model, optim.GradientTransformation], TrainState]
@@ -25,7 +26,10 @@ Init = Callable[[Model, optim.GradientTransformation], TrainState]
 
 @dataclass
 class Run:
-    """What the handles of one ``boost`` share: the state, and the Parameters that stand for its storage."""
+    """What the handles of one ``boost`` share. The Parameters, by name, lie in the state's storage, leaf by leaf.
+
+    Autograd's leaves are thus the module's own, and a parameter that it did not reach is told by its ``.grad``: None.
+    """
 
     module: nn.Module
     model: Model
@@ -33,76 +37,104 @@ class Run:
     parameters: dict[str, nn.Parameter]
     policy: Policy
 
-    def storage(self) -> flat.Flat:
-        """The storage, with autograd's leaves as buffers."""
-        return flat.Flat(dict(self.parameters), self.state.storage.layout)
-
-    def params(self) -> Tree:
-        """{name: tensor}: the parameters, as views of the storage."""
-        return tree.map(torch.Tensor.detach, assemble(self.storage(), self.state.frozen))
-
-    def write(self, state: TrainState) -> None:
-        """Take over a successor of the state; the Parameters stay the same objects."""
-        with torch.no_grad():
-            for bucket, parameter in self.parameters.items():
-                parameter.copy_(state.storage.buffers[bucket])
-        self.state = state.replace(
-            storage=flat.Flat({b: p.detach() for b, p in self.parameters.items()}, state.storage.layout)
-        )
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(the module's tensor, the run's tensor) of each parameter and buffer."""
+        parameters, buffers = dict(self.module.named_parameters()), dict(self.module.named_buffers())
+        return [
+            *((tensor, self.parameters[name].detach()) for name, tensor in parameters.items()),
+            *((tensor, self.state.buffers[name]) for name, tensor in buffers.items()),
+        ]
 
 
 class BoostedModel(nn.Module):
-    """A module whose forward is the pure model over the run's storage; ``parameters()`` are the flat buffers.
+    """A module whose forward is the pure model over the run's parameters and buffers, which keep their own names.
 
-    ``state_dict`` and ``load_state_dict`` speak the module's own names; ``unwrap()`` gives the module with the present
-    weights. Gradients are ordinary autograd's, in the ``.grad`` of ``parameters()``.
+    ``module`` is the module that was handed to ``boost``: the forward runs in its submodules' modes (``train``,
+    ``eval``); its weights play no part, and ``unwrap()`` writes the present ones into it. Gradients are ordinary
+    autograd's, in the ``.grad`` of ``parameters()``.
     """
 
     def __init__(self, run: Run) -> None:
         super().__init__()
         self._run = run
-        self.storage = nn.ParameterDict(run.parameters)
-        self.train(run.module.training)
+        self.module = run.module
+        self.training = run.module.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         args, kwargs = _inputs(args, run), _inputs(kwargs, run)
-        params = assemble(cast(run.storage(), run.policy.compute), cast(run.state.frozen, run.policy.compute))
-        key = random.fold_in(run.state.key, run.state.position) if self.training else None
+        modes = {name: part.training for name, part in run.module.named_modules()}
         outputs, buffers = run.model.apply(
-            params, *args, key=key, train=self.training, buffers=run.state.buffers, mutable=True, **kwargs
+            cast(dict(run.parameters), run.policy.compute),
+            *args,
+            key=random.fold_in(run.state.key, run.state.position),
+            train=modes,
+            buffers=run.state.buffers,
+            mutable=True,
+            **kwargs,
         )
-        if self.training:
+        if any(modes.values()):
             run.state = run.state.replace(
                 buffers=tree.map(torch.Tensor.detach, buffers), position=run.state.position + 1
             )
         return _cast_outputs(outputs, run.policy.output)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]
-        """The module's own state dict, with the present weights."""
-        return self.unwrap().state_dict(*args, **kwargs)
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are trained, and the frozen ones, by the module's own names."""
+        for name, parameter in self._run.parameters.items():
+            yield f"{prefix}.{name}" if prefix else name, parameter
 
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The present buffers by the module's own names."""
+        for name, buffer in self._run.state.buffers.items():
+            yield f"{prefix}.{name}" if prefix else name, buffer
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own state dict, with copies of the present weights in the dtypes that they are stored in."""
+        kwargs["keep_vars"] = True  # the tensors themselves, to know them by
+        own: dict[str, Any] = self.unwrap().state_dict(*args, **kwargs)
+        values = {id(tensor): value for tensor, value in self._run.pairs()}
+        for name, tensor in own.items():
+            if isinstance(tensor, torch.Tensor):
+                own[name] = values.get(id(tensor), tensor).detach().clone()
+        return own
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights by the module's own names. Raises RuntimeError, with the whole list, where they do not fit."""
-        result = self.unwrap().load_state_dict(state_dict, strict=strict)
-        self._run.write(_with_weights(self._run.state, self._run.module))
+        module = self.unwrap()
+        result = module.load_state_dict(state_dict, strict=strict)
+        values = {id(tensor): value for tensor, value in self._run.pairs()}
+        with torch.no_grad():
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if id(tensor) in values:  # what was given may be wider than the module's own tensor
+                    values[id(tensor)].copy_(state_dict.get(name, tensor))
         return result
 
     def unwrap(self) -> nn.Module:
         """The module that was handed to ``boost``, with the present weights and buffers written into it."""
-        run = self._run
         with torch.no_grad():
-            for tensors, values in (
-                (dict(run.module.named_parameters()), run.params()),
-                (dict(run.module.named_buffers()), run.state.buffers),
-            ):
-                for name, tensor in tensors.items():
-                    tensor.copy_(values[name])
-        return run.module
+            for tensor, value in self._run.pairs():
+                tensor.copy_(value)
+        return self._run.module
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BoostedModel:
+        """What ``to``, ``cuda``, ``half``... do: refused, unless everything is there already."""
+        for name, value in [*self.named_parameters(), *self.named_buffers()]:
+            moved = fn(value.detach())
+            if (moved.device, moved.dtype) != (value.device, value.dtype):
+                raise RuntimeError(
+                    f"{name}: {value.dtype} on {value.device} cannot become {moved.dtype} on {moved.device}: the "
+                    "Booster's device and mixed_precision say where a boosted model lives; convert before boost"
+                )
+        return self
 
 
 class BoostedOptimizer:
-    """A torch optimizer's handle on the pure transform: ``param_groups`` are its own, so that schedulers work on them."""
+    """A torch optimizer's handle on the pure transform: ``param_groups`` are its own, so schedulers work on them."""
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, converted: FromTorch) -> None:
         self._run = run
@@ -119,23 +151,47 @@ class BoostedOptimizer:
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         """Add the gradients of ``loss`` (0-d) to those of ``parameters()``."""
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            given = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            given = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise TypeError(f"loss: {given}, expected a 0-d tensor")
+        self._norm = None
         loss.backward(inputs=inputs, retain_graph=retain_graph)
 
-    def step(self) -> None:
-        """Apply the gradients; where they are not finite nothing changes and ``skipped`` says so."""
-        run = self._run
-        gradients = {b: _gradient(p) for b, p in run.parameters.items()}
-        one = torch.ones((), device=run.state.step.device)
-        sums = step.Sums(flat.Flat(gradients, run.state.storage.layout), one, one, {}, run.state.buffers)
-        recipe = step.Recipe(_no_loss, self._converted.tx, run.policy)
-        with torch.no_grad():
-            state = run.state.replace(opt_state=self._converted.refresh(run.state.opt_state))
-            new, metrics = step.update(recipe, state, sums)
-        run.write(new.replace(position=run.state.position))
-        self.skipped = metrics["skipped"]
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Apply the gradients; where they are not finite nothing changes and ``skipped`` (0-d, 1 or 0) says so.
+
+        Parameters without a gradient (None) stay as they are, as does their state. ``closure``, if given, computes loss
+        and gradients first; its loss is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gradients = self._gradients()
+        if gradients:
+            self._update(gradients)
+        else:
+            self.skipped = torch.zeros(())
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look whether a step was made
+        return loss
+
+    def _update(self, gradients: dict[str, torch.Tensor]) -> None:
+        """The pure update of the part of the state that has gradients."""
+        run = self._run
+        whole = self._state_for(gradients)
+        part = run.state.replace(
+            storage={name: run.parameters[name].detach() for name in gradients},
+            opt_state=whole._replace(inner={name: whole.inner[name] for name in gradients if name in whole.inner}),
+        )
+        one = torch.ones((), device=run.state.step.device)
+        sums = step.Sums(gradients, one, one, {}, run.state.buffers)
+        with torch.no_grad():
+            new, metrics = step.update(step.Recipe(_no_loss, self._converted.tx, run.policy), part, sums)
+            values: Any = new.storage
+            for name, value in values.items():
+                run.parameters[name].copy_(value)
+        opt_state = new.opt_state._replace(inner={**whole.inner, **new.opt_state.inner})
+        run.state = new.replace(storage=run.state.storage, opt_state=opt_state, position=run.state.position)
+        self.skipped = metrics["skipped"]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -161,15 +217,17 @@ class BoostedOptimizer:
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the gradients' norm is {norm.item()}")
         factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
-        for parameter in self._run.parameters.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.dtype))
+        for gradient in self._gradients().values():
+            gradient.mul_(factor.to(gradient.dtype))
         self._norm = norm
         return norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clamp each gradient element to [-clip_value, clip_value]."""
-        nn.utils.clip_grad_value_(self._run.parameters.values(), clip_value)
+        if not clip_value > 0:
+            raise ValueError(f"clip_value: {clip_value}, expected a positive number")
+        for gradient in self._gradients().values():
+            gradient.clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The global 2-norm of the gradients (0-d), before clipping if they were clipped."""
@@ -177,17 +235,20 @@ class BoostedOptimizer:
             raise ValueError(f"norm_type: {norm_type}, expected 2.0")
         if self._norm is not None:
             return self._norm
-        return optim.global_norm({b: _gradient(p) for b, p in self._run.parameters.items()})
+        return optim.global_norm(self._gradients())
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state: tensors by name, and the hyperparameters of each param group."""
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in self.param_groups]
-        return {"state": tree.named_leaves(_by_leaf(self._run.state.opt_state)), "param_groups": groups}
+        """Copies of the optimizer's state: tensors by name, and the hyperparameters of each param group."""
+        groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
+        state = tree.named_leaves(self._run.state.opt_state.inner)
+        return {"state": {name: value.clone() for name, value in state.items()}, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict`` gave. Raises ValueError, with the whole list, where names or shapes do not fit."""
-        now = tree.named_leaves(_by_leaf(self._run.state.opt_state))
-        given = state_dict["state"]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what ``state_dict`` gave, as copies. Raises ValueError, with the whole list, where it does not fit."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError("state_dict: expected what state_dict() of a boosted optimizer gave: state, param_groups")
+        state = self._state_for([name for name, leaf in self._run.parameters.items() if leaf.requires_grad])
+        now, given = tree.named_leaves(state.inner), state_dict["state"]
         problems = [f"{name}: missing" for name in now if name not in given]
         problems += [f"{name}: unexpected" for name in given if name not in now]
         problems += [
@@ -195,18 +256,37 @@ class BoostedOptimizer:
             for name in now.keys() & given.keys()
             if given[name].shape != now[name].shape
         ]
-        if len(state_dict["param_groups"]) != len(self.param_groups):
-            problems.append(f"param_groups: {len(state_dict['param_groups'])}, expected {len(self.param_groups)}")
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            problems.append(f"param_groups: {len(groups)}, expected {len(self.param_groups)}")
         if problems:
             raise ValueError("the optimizer's state does not fit:\n  " + "\n  ".join(sorted(problems)))
-        for name, place in now.items():  # views of the state's own storage
-            place.copy_(given[name])
-        for group, values in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(values)
+        before = [dict(group) for group in self.param_groups]
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.update(copy.deepcopy(values))
+        try:
+            state = self._converted.refresh(state)
+        except (KeyError, ValueError):
+            for group, values in zip(self.param_groups, before, strict=True):
+                group.update(values)
+            raise
+        loaded = [given[name].to(place.device, place.dtype, copy=True) for name, place in now.items()]
+        inner = tree.unflatten(tree.structure(state.inner), loaded)
+        self._run.state = self._run.state.replace(opt_state=state._replace(inner=inner))
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The torch optimizer that was handed to ``boost``; its own state is that of before."""
         return self.optimizer
+
+    def _gradients(self) -> dict[str, torch.Tensor]:
+        """{name: gradient} of the parameters that have one."""
+        return {name: leaf.grad for name, leaf in self._run.parameters.items() if leaf.grad is not None}
+
+    def _state_for(self, names: Iterable[str]) -> FromTorchState:
+        """The state before a step of these parameters: with a new one for each that was frozen until now."""
+        state = self._converted.refresh(self._run.state.opt_state)
+        thawed = {name: self._run.parameters[name].detach() for name in names if name not in state.inner}
+        return state._replace(inner={**state.inner, **self._converted.tx.init(thawed).inner}) if thawed else state
 
 
 class BoostedScheduler:
@@ -223,6 +303,8 @@ class BoostedScheduler:
             self._scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_scheduler":  # a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self._scheduler, name)
 
 
@@ -236,26 +318,29 @@ def boost(
         raise ValueError("model: it is boosted already")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: {type(optimizer).__name__}, expected a torch.optim.Optimizer")
-    if lr_scheduler is not None and (optimizer is None or getattr(lr_scheduler, "optimizer", None) is not optimizer):
-        raise ValueError("lr_scheduler: it belongs to another optimizer than the one given")
+    if lr_scheduler is not None:
+        if not hasattr(lr_scheduler, "step") or not hasattr(lr_scheduler, "optimizer"):
+            raise TypeError(f"lr_scheduler: {type(lr_scheduler).__name__}, expected a torch scheduler")
+        if lr_scheduler.optimizer is not optimizer:
+            raise ValueError("lr_scheduler: it belongs to another optimizer than the one given")
     model = functionalize(module)
     names = {parameter: name for name, parameter in module.named_parameters()}
     converted = None if optimizer is None else from_torch(optimizer, names)
-    state = init(model, optim.identity() if converted is None else converted.tx)
+    tx = optim.identity()._replace(groups=None) if converted is None else converted.tx
+    state = init(model, tx)
     if converted is not None:
         state = state.replace(opt_state=converted.carry_over(state.opt_state))
-    parameters = {bucket: nn.Parameter(buffer) for bucket, buffer in state.storage.buffers.items()}
+    values = state.params
+    parameters = {
+        name: nn.Parameter(values[name], requires_grad=own.requires_grad) for name, own in module.named_parameters()
+    }
     run = Run(module, model, state, parameters, policy)
-    handle = None if converted is None else BoostedOptimizer(run, optimizer, converted)
+    handle = None if optimizer is None or converted is None else BoostedOptimizer(run, optimizer, converted)
     return (
         BoostedModel(run),
         handle,
         None if handle is None or lr_scheduler is None else BoostedScheduler(lr_scheduler, handle),
     )
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _no_loss(params: Tree, batch: Tree) -> torch.Tensor:
@@ -277,19 +362,3 @@ def _inputs(values: Any, run: Run) -> Any:
 def _cast_outputs(outputs: Any, dtype: torch.dtype | None) -> Any:
     """Outputs in the policy's dtype. torch's pytrees know Hugging Face's output classes."""
     return outputs if dtype is None else torch_pytree.tree_map(lambda leaf: cast(leaf, dtype), outputs)
-
-
-def _by_leaf(opt_state: Tree) -> Tree:
-    """The optimizer state with Flats spread out into the leaves that they stand for (views)."""
-
-    def is_flat(node: Any) -> bool:
-        return isinstance(node, flat.Flat)
-
-    return tree.map(lambda node: flat.unravel(node) if is_flat(node) else node, opt_state, is_leaf=is_flat)
-
-
-def _with_weights(state: TrainState, module: nn.Module) -> TrainState:
-    params = {name: parameter.detach().to(state.step.device) for name, parameter in module.named_parameters()}
-    kept = {name: params[name].to(info.dtype) for name, info in state.abstract.tree.items()}
-    buffers = {name: buffer.detach().to(state.step.device, copy=True) for name, buffer in module.named_buffers()}
-    return state.replace(params=kept, buffers=buffers)

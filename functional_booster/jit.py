@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from functional_booster.kernels import graph as graphs
 from functional_booster.kernels import tree
 from functional_booster.sharding import environment
 
-from .donation import consume, is_consumed, refuse_aliases, refuse_consumed
+from .donation import consume, consumed_by, refuse_aliases, refuse_consumed
 from .lowered import Lowered
 
 Tree = tree.Tree
@@ -69,7 +72,7 @@ class Jitted:
         leaves, structure = tree.flatten((args, kwargs))
         if graphs.transforms() or graphs.is_tracing() or _wants_autograd(leaves):
             return self.fn(*args, **kwargs)
-        key = (structure, environment.current().key, *map(_signature, leaves))
+        key = (structure, environment.current().key, _autocast(), *map(_signature, leaves))
         try:
             entry = self._entries.get(key)
         except TypeError:
@@ -78,6 +81,9 @@ class Jitted:
             entry = self._compile(key, args, kwargs)
         return entry(args, leaves, self)
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
     def lower(self, *args: Tree, **kwargs: Tree) -> Lowered:
         """The traced graph of this call, with its operations, memory and collectives; nothing runs, nothing is consumed."""
         return _trace(self, _Call.of(self.fn, args, kwargs))[0]
@@ -85,7 +91,7 @@ class Jitted:
     def artifact(self, *args: Tree, **kwargs: Tree) -> tuple[graphs.Runnable, list[torch.Tensor]]:
         """The compiled function of flat tensors that this call would run, and the tensors it would hand it (compiles on need)."""
         leaves, structure = tree.flatten((args, kwargs))
-        key = (structure, environment.current().key, *map(_signature, leaves))
+        key = (structure, environment.current().key, _autocast(), *map(_signature, leaves))
         entry = self._entries.get(key) or self._compile(key, args, kwargs)
         return entry.run, [leaves[place] for place in entry.places]
 
@@ -189,9 +195,9 @@ class _Entry:
 
     def __call__(self, args: tuple[Tree, ...], leaves: list[Any], jitted: Jitted) -> Tree:
         tensors = [leaves[place] for place in self.places]
-        if any(map(is_consumed, tensors)):
+        if any(map(consumed_by, tensors)):
             refuse_consumed(self.names, leaves)
-        if jitted.donate and len({tensor.data_ptr() for tensor in tensors}) < len(tensors):
+        if jitted.donate and len({tensor.untyped_storage().data_ptr() for tensor in tensors}) < len(tensors):
             refuse_aliases(self.names, leaves, self.donated)
         results = self.run(*tensors)
         filled = []
@@ -225,10 +231,23 @@ def _trace(jitted: Jitted, call: _Call) -> tuple[Lowered, _Outputs]:
         recorded[:] = [_Outputs(tuple(outputs), structure)]
         return results
 
-    with environment.bind(outline=True):
-        traced = graphs.trace(flat, [call.leaves[place] for place in places])
+    try:
+        with environment.bind(outline=True):
+            traced = graphs.trace(flat, [call.leaves[place] for place in places])
+    except GuardOnDataDependentSymNode as error:
+        raise TypeError(
+            f"jit: {jitted.__name__} asks for the value of a tensor{_where(jitted.fn, error)}, but it is traced without "
+            "values: use torch.where, or jit=False"
+        ) from error
     names = tuple(call.names[place] for place in places)
     return Lowered(jitted.__name__, traced, names, tuple(donated[place] for place in places)), recorded[0]
+
+
+def _where(fn: Callable[..., Any], error: BaseException) -> str:
+    """The innermost line of the traced function's own file, as far as it can be told."""
+    file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1].lineno}: {lines[-1].line})" if lines else ""
 
 
 def _assign(
@@ -279,10 +298,16 @@ def _donated(donate: tuple[int, ...], args: tuple[Tree, ...], call: _Call) -> tu
     return (*flags, *(False,) * (len(call.leaves) - len(flags)))
 
 
+def _autocast() -> Any:
+    """The state of autocast, which is part of what a trace depends on."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds)
+
+
 def _signature(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
-    return (type(leaf), leaf)
+    return graphs.static_key(leaf)
 
 
 def _show(signature: Any) -> str:

@@ -42,6 +42,26 @@ class Options:
             raise ValueError(f"softcap: {self.softcap}, expected a positive number or None")
 
 
+def labels_from(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None, ignore_index: int = -100
+) -> torch.Tensor:
+    """The labels (B, T) of a text that predicts itself, for ``next_token``: input_ids (B, T), without padding.
+
+    Padding, 0 in attention_mask (B, T), is neither a label nor does it predict one: the first real token after padding
+    is ignored too. Raises ValueError for a mask of another shape.
+    """
+    if attention_mask is None:
+        return input_ids
+    if attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"attention_mask: shape {tuple(attention_mask.shape)}, expected {tuple(input_ids.shape)}, as input_ids "
+            "(or give labels)"
+        )
+    real = attention_mask != 0
+    predicted = F.pad(real[:, :-1], (1, 0), value=True)
+    return torch.where(real & predicted, input_ids, ignore_index)
+
+
 def cross_entropy(
     logits: torch.Tensor,
     labels: torch.Tensor,

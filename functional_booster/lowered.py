@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,16 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """A kind of collective in a graph: how often it is called, and how many bytes its results have a rank."""
+
+    op: str
+    axis: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
 class Lowered:
     """The graph of one call. ``names`` are its tensors' names, in order; ``donated`` says whose storage is taken over."""
 
@@ -51,6 +62,17 @@ class Lowered:
     def flops(self) -> int:
         """Floating-point operations of matrix products, convolutions and attention (a multiply and an add are two)."""
         return _flops(self.module)
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives by op and process group, those of the regions counted at each call."""
+        found: dict[tuple[str, str], list[int]] = {}
+        for module in _modules(self.module):
+            for node in module.graph.nodes:
+                if getattr(node.target, "namespace", "") == "_c10d_functional" and not _waits(node):
+                    group = next((str(arg) for arg in reversed(node.args) if isinstance(arg, str)), "")
+                    found.setdefault((node.target._opname, group), []).append(_nbytes(node.meta.get("val")))
+        return tuple(Collective(op, axis, len(sizes), sum(sizes)) for (op, axis), sizes in found.items())
 
     @property
     def memory(self) -> Memory:
@@ -80,16 +102,26 @@ class Lowered:
         return f"{head}\n{self.module.code}"
 
 
-def _flops(module: GraphModule) -> int:
-    total = 0
+def _modules(module: GraphModule) -> Iterator[GraphModule]:
+    """The graph, and the graph of a region once for each of its calls."""
+    yield module
     for node in module.graph.nodes:
         if node.target is region.call_op:
-            total += _flops(region.programs[node.args[0]].graph)
-        elif node.op == "call_function" and (
-            formula := flop_registry.get(getattr(node.target, "overloadpacket", None))
-        ):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-            total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
+            yield from _modules(region.programs[str(node.args[0])].graph)
+
+
+def _waits(node: Node) -> bool:
+    return node.target._opname == "wait_tensor"  # type: ignore[union-attr]
+
+
+def _flops(module: GraphModule) -> int:
+    total = 0
+    for part in _modules(module):
+        for node in part.graph.nodes:
+            formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+            if node.op == "call_function" and formula:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+                total += int(formula(*args, **kwargs, out_val=node.meta["val"]))
     return total
 
 

@@ -7,7 +7,6 @@ is treated apart has its handler in ``_HANDLERS``.
 
 from __future__ import annotations
 
-import math
 import sys
 import types
 from collections.abc import Callable
@@ -150,12 +149,26 @@ def _multi_head_attention(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any
 
 
 def _recurrent(mode: ModuleMode, func: Any, *args: Any) -> Any:
-    """lstm, gru, rnn: (..., flat weights, bias, layers, dropout, training, ...); dropout is inside torch's operator."""
-    weights = max(place for place, arg in enumerate(args) if isinstance(arg, (list, tuple)))
-    dropout, training = args[weights + 3 : weights + 5]
-    if training and dropout > 0:
-        raise NotImplementedError(f"{mode.caller()}: dropout={dropout} between recurrent layers has no keyed form")
-    return func(*args)
+    """lstm, gru, rnn: (input, [sizes], states, flat weights, bias, layers, dropout, training, bidirectional, ...).
+
+    Dropout between layers is inside torch's operator: with it, the operator runs layer by layer.
+    """
+    place = max(index for index, arg in enumerate(args) if isinstance(arg, (list, tuple)))
+    weights, bias, layers, dropout, training, bidirectional = args[place : place + 6]
+    if not training or dropout == 0 or layers == 1:
+        return func(*args)
+    outputs, *sizes, states = args[:place]
+    each, directions = len(weights) // layers, 2 if bidirectional else 1
+    final = []
+    for layer in range(layers):
+        if layer:
+            outputs = random.dropout(outputs, dropout, mode.draw(f"dropout between layers, p={dropout}"))
+        own = slice(layer * directions, (layer + 1) * directions)
+        start = states[own] if isinstance(states, torch.Tensor) else tuple(state[own] for state in states)
+        options = (bias, 1, 0.0, training, bidirectional, *args[place + 6 :])
+        outputs, *last = func(outputs, *sizes, start, weights[layer * each : (layer + 1) * each], *options)
+        final.append(last)
+    return outputs, *(torch.cat(parts) for parts in zip(*final, strict=True))
 
 
 def _batch_norm(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from functional_booster.kernels import flat, tree
+from functional_booster.kernels import flat, graph, tree
 from functional_booster.sharding.abstract import ArrayInfo
 
-from .donation import DonatedError
+from .donation import DonatedError, refuse_consumed
 
 Tree = tree.Tree
 
@@ -35,7 +36,7 @@ class Abstract:
         return tree.unflatten(self.structure, self.infos)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class TrainState:
     """A pytree, immutable, of 0-d counters, parameters, optimizer state and keys.
 
@@ -59,6 +60,7 @@ class TrainState:
     @property
     def params(self) -> Tree:
         """The parameters as the model's tree: views of the storage."""
+        refuse_consumed(tree.names(self.storage), tree.leaves(self.storage))
         return assemble(self.storage, self.frozen)
 
     def replace(self, **changes: Any) -> TrainState:
@@ -71,6 +73,14 @@ class TrainState:
         return replace(self, **changes)
 
     consumed_by = ""
+
+    def __repr__(self) -> str:
+        if self.consumed_by:
+            return f"TrainState(donated to {self.consumed_by})"
+        size = sum(math.prod(info.shape) for info in self.abstract.infos)
+        step, where = self.step, getattr(self.step, "device", "abstract")
+        done = int(step) if isinstance(step, torch.Tensor) and step.dim() == 0 and not graph.transforms() else "?"
+        return f"TrainState(step={done}, {len(self.abstract.infos)} parameters of {size:,} elements, on {where})"
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).__dataclass_fields__:
@@ -96,5 +106,9 @@ def assemble(storage: flat.Flat, frozen: Tree) -> Tree:
 def disassemble(params: Tree, layout: flat.Layout) -> tuple[flat.Flat, Tree]:
     """The inverse of ``assemble``: copies the trained leaves into flat storage."""
     trained = {slot.name for slot in layout.slots}
+    named = tree.named_leaves(params)
+    for slot in layout.slots:
+        if slot.name in named and named[slot.name].dtype != slot.dtype:
+            raise ValueError(f"{slot.name}: {named[slot.name].dtype}, expected {slot.dtype}")
     chosen, frozen = tree.partition(params, tree.map_with_name(lambda name, _: name in trained, params))
     return flat.ravel(chosen, layout), frozen

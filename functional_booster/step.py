@@ -1,28 +1,30 @@
 """The train step: pure functions from (state, batch) to (state, metrics), in three parts.
 
 ``gradients`` of one microbatch, ``add`` over microbatches, ``update`` of the state. One batch is one graph; with
-accumulation there are two, the microbatch and the update.
+accumulation there are two, the microbatch (added to the sums so far) and the update.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_booster import optim
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast
+from functional_booster.sharding import environment
 
 from .state import TrainState, assemble
 
 Tree = tree.Tree
 LossFn = Callable[..., Any]
 Metrics = dict[str, torch.Tensor]
-TINY = 1e-30
+RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"})  # names of metrics
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Recipe:
             )
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise ValueError(f"accumulate: {self.accumulate!r}, expected a whole number of microbatches, at least 1")
-        if self.max_norm is not None and not self.max_norm > 0:
+        if self.max_norm is not None and not (isinstance(self.max_norm, int | float) and self.max_norm > 0):
             raise ValueError(f"max_norm: {self.max_norm!r}, expected a positive number, or None for no clipping")
 
 
@@ -71,9 +73,22 @@ def gradients(recipe: Recipe, state: TrainState, batch: Tree, microbatch: int | 
         return loss, (weight, aux, buffers)
 
     storage = cast(state.storage, recipe.policy.compute)
-    grads, (loss, (weight, aux, buffers)) = transforms.grad_and_value(summed, has_aux=True)(storage)
+    with environment.bind(compute=recipe.policy.compute):
+        grads, (loss, (weight, aux, buffers)) = transforms.grad_and_value(summed, has_aux=True)(storage)
     grads = cast(grads, recipe.policy.accumulate) if recipe.accumulate > 1 else grads
-    return Sums(grads, loss.detach(), weight, {name: value * weight for name, value in aux.items()}, buffers)
+    return Sums(grads, loss, weight, {name: value * weight for name, value in aux.items()}, buffers)
+
+
+def zeros(recipe: Recipe, state: TrainState, batch: Tree) -> Sums:
+    """The sums over no microbatch, in fresh storage; ``batch`` is one microbatch, of which the shapes matter alone."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = tree.map(
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (state, batch)
+        )
+        sums = gradients(recipe, *fakes)
+    device = state.step.device
+    fresh = tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), sums)
+    return replace(fresh, buffers=tree.map(torch.clone, state.buffers))
 
 
 def add(sums: Sums, more: Sums) -> Sums:
@@ -84,14 +99,17 @@ def add(sums: Sums, more: Sums) -> Sums:
 
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
     """Divide by the weight once, clip, apply the optimizer; a step whose gradients are not finite changes nothing."""
-    weight = sums.weight.to(torch.float64).clamp_min(TINY)
-    norm = optim.global_norm(sums.grads) / weight
+    inverse = _inverse(sums.weight)
+    norm = optim.global_norm(sums.grads).to(torch.float64) * inverse
     factor = 1.0 if recipe.max_norm is None else (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
-    factor = factor / weight
-    grads = tree.map(lambda grad, leaf: grad.to(leaf.dtype) * factor.to(leaf.dtype), sums.grads, state.storage)
-    updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
+    grads = tree.map(lambda grad, leaf: _scaled(grad, factor * inverse, leaf.dtype), sums.grads, state.storage)
+    try:
+        updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
+    except Exception as error:
+        _check_opt_state(recipe, state, error)
+        raise
     storage = optim.apply_updates(state.storage, updates)
-    finite = norm.isfinite()
+    finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
     buffers = sums.buffers
     if recipe.skip_nonfinite:
         new, old = (storage, opt_state, buffers), (state.storage, state.opt_state, state.buffers)
@@ -101,12 +119,12 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
         step=state.step + done, position=state.position + 1, storage=storage, opt_state=opt_state, buffers=buffers
     )
     metrics = {
-        "loss": (sums.loss / weight).to(sums.loss.dtype),
+        "loss": (sums.loss * inverse).to(sums.loss.dtype),
         "grad_norm": norm.to(sums.loss.dtype),
         "tokens": sums.weight,
         "skipped": 1.0 - done.to(torch.float32),
         "loss_scale": state.loss_scale,
-        **{name: (value / weight).to(value.dtype) for name, value in sums.aux.items()},
+        **{name: (value * inverse).to(sums.loss.dtype) for name, value in sums.aux.items()},
     }
     learning_rate = optim.learning_rate(opt_state)
     return new, metrics if learning_rate is None else {**metrics, "lr": learning_rate}
@@ -127,37 +145,39 @@ def evaluate(
     loss_fn: LossFn, params: Tree, batch: Tree, key: torch.Tensor | None, buffers: Tree
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Tree]:
     """Call a loss function in any of its forms: (loss sum, weight, aux scalars, new buffers)."""
-    wanted = _parameters(loss_fn)
-    keywords = {name: value for name, value in (("key", key), ("buffers", buffers)) if wanted is None or name in wanted}
     try:
-        result = loss_fn(params, batch, **(keywords if wanted is not None else {"key": key}))
+        result = _call(loss_fn, params, batch, key, buffers)
     except KeyError as error:
         name = error.args[0] if error.args else None
-        if isinstance(batch, dict) and isinstance(name, str) and name not in batch and name.isidentifier():
-            raise KeyError(f"batch has no {name!r}, which loss_fn reads; it has {sorted(batch)}") from error
+        if isinstance(batch, Mapping) and isinstance(name, str) and name not in batch and name.isidentifier():
+            raise KeyError(f"loss_fn looked for {name!r}, which is not in the batch: it has {sorted(batch)}") from error
         raise
+    form = "expected a 0-d mean, (sum, weight) or (sum, weight, aux)"
     parts = result if isinstance(result, tuple) else (result,)
-    loss, weight, aux = (*parts, None, None)[:3] if len(parts) <= 3 else (None, None, None)
+    loss = parts[0] if len(parts) in (1, 2, 3) else None
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        raise TypeError(
-            f"loss_fn returned {_describe(result)}, expected a 0-d mean, (sum, weight) or (sum, weight, aux)"
-        )
-    if len(parts) == 1:
-        weight = torch.tensor(float(_rows(batch)), dtype=torch.float32, device=loss.device)
-        loss = loss * weight.to(loss.dtype)
-    weight = torch.as_tensor(weight, dtype=torch.float32, device=loss.device).detach()
+        raise TypeError(f"loss_fn returned {_describe(result)}, {form}")
+    weight = parts[1] if len(parts) > 1 else float(_rows(batch))
+    if not isinstance(weight, int | float | torch.Tensor):
+        raise TypeError(f"loss_fn returned a weight of type {type(weight).__name__}, {form}")
+    weight = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
     if weight.dim() != 0:
         raise TypeError(f"loss_fn returned a weight of shape {tuple(weight.shape)}, expected a number or a 0-d tensor")
-    if aux is not None and not isinstance(aux, dict):
+    aux = parts[2] if len(parts) == 3 else {}
+    if not isinstance(aux, dict):
         raise TypeError(f"loss_fn returned aux of type {type(aux).__name__}, expected a dict of scalars")
-    aux = dict(aux or {})
-    new_buffers = aux.pop("buffers", buffers)
-    return (
-        loss,
-        weight,
-        {name: _scalar(name, value, loss) for name, value in aux.items()},
-        tree.map(torch.Tensor.detach, new_buffers),
-    )
+    scalars = {name: _scalar(name, value, loss) for name, value in aux.items() if name != "buffers"}
+    if taken := RESERVED & scalars.keys():
+        raise ValueError(
+            f"loss_fn returned aux[{sorted(taken)[0]!r}], but that is the name of a metric: choose another"
+        )
+    loss = loss * weight.to(loss.dtype) if len(parts) == 1 else loss
+    return loss, weight, scalars, _new_buffers(aux.get("buffers", buffers), buffers)
+
+
+def mean(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``total / weight``, 0 for no weight."""
+    return (total * _inverse(weight)).to(total.dtype)
 
 
 def microbatches(batch: Tree, number: int) -> list[Tree]:
@@ -200,19 +220,65 @@ def _rows(batch: Tree) -> int:
 
 
 def _scalar(name: str, value: Any, loss: torch.Tensor) -> torch.Tensor:
-    scalar = torch.as_tensor(value, device=loss.device)
-    if scalar.dim() != 0:
-        raise TypeError(f"loss_fn returned aux[{name!r}] of shape {tuple(scalar.shape)}, expected a scalar")
-    return scalar.detach().to(loss.dtype)
+    if not isinstance(value, int | float | torch.Tensor) or (isinstance(value, torch.Tensor) and value.dim() != 0):
+        what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value).__name__}"
+        raise TypeError(f"loss_fn returned aux[{name!r}] of {what}, expected a scalar")
+    return torch.as_tensor(value, device=loss.device).to(loss.dtype)
 
 
-def _parameters(loss_fn: LossFn) -> frozenset[str] | None:
-    """The names of the parameters, beyond params and batch, that a loss function takes; None when it cannot be told."""
+def _call(loss_fn: LossFn, params: Tree, batch: Tree, key: torch.Tensor | None, buffers: Tree) -> Any:
+    """``loss_fn`` with what its signature asks for: the key as a third argument or by name, the buffers by name."""
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):
-        return None
-    return frozenset(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        return loss_fn(params, batch, key)
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keywords = {"buffers": buffers} if "buffers" in names else {}
+    third = next((p for p in parameters if positional[2:] and p.name == positional[2]), None)
+    if "key" in names or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return loss_fn(params, batch, key=key, **keywords)
+    if third is not None and third.name != "buffers" and third.default is third.empty:
+        return loss_fn(params, batch, key, **keywords)
+    return loss_fn(params, batch, **keywords)
+
+
+def _new_buffers(new: Tree, old: Tree) -> Tree:
+    """The buffers that a loss hands back; raises ValueError, naming the leaf, where they are not the state's."""
+    if new is old:
+        return old
+    given, expected = tree.named_leaves(new), tree.named_leaves(old)
+    for name in given.keys() | expected.keys():
+        if name not in given or name not in expected:
+            what = "is missing" if name not in given else "is not among the state's"
+            raise ValueError(f"loss_fn returned aux['buffers']: {name} {what}")
+        if (given[name].shape, given[name].dtype) != (expected[name].shape, expected[name].dtype):
+            raise ValueError(
+                f"loss_fn returned aux['buffers']: {name} is {given[name].dtype}{list(given[name].shape)}, expected "
+                f"{expected[name].dtype}{list(expected[name].shape)}"
+            )
+    return new
+
+
+def _check_opt_state(recipe: Recipe, state: TrainState, error: Exception) -> None:
+    """Raise ValueError if the state's optimizer state is not one of this optimizer."""
+    expected, given = tree.structure(recipe.tx.init(state.storage)), tree.structure(state.opt_state)
+    if expected != given:
+        raise ValueError(
+            f"state.opt_state is not one of the optimizer that the step was built with: it has the structure {given}, "
+            f"expected {expected}"
+        ) from error
+
+
+def _inverse(weight: torch.Tensor) -> torch.Tensor:
+    """1 / weight, float64, 0 where the weight is 0."""
+    return torch.where(weight != 0, 1 / torch.where(weight != 0, weight, 1), 0).to(torch.float64)
+
+
+def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The product in float32 at least, so that a factor beyond the range of half precision is none."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return (grad.to(wide) * factor.to(wide)).to(dtype)
 
 
 def _describe(value: Any) -> str:

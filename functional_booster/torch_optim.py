@@ -1,4 +1,4 @@
-"""torch.optim optimizers as pure transformations, param groups kept."""
+"""torch.optim optimizers as pure transformations: param groups kept, each parameter with a state of its own."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from . import optim
 from .optim.base import Tree, device_of
 from .optim.inject import hyperparameter
 
-FROZEN = "frozen"
-
 
 class FromTorchState(NamedTuple):
-    """The hyperparameters of the next update, one dict a param group, and the state of the groups' transformations."""
+    """The hyperparameters of the next update, one dict a param group, and each parameter's own state."""
 
     hyperparams: tuple[dict[str, torch.Tensor], ...]  # each () float64
-    inner: optim.PartitionState
+    inner: dict[str, Tree]  # {name: state}; as in torch, each parameter counts its own steps
 
 
 class FromTorch(NamedTuple):
@@ -32,12 +30,13 @@ class FromTorch(NamedTuple):
 
 
 def from_torch(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> FromTorch:
-    """The transformation over the {name: tensor} tree that updates as ``optimizer`` does, group by group.
+    """The transformation over the {name: tensor} tree that updates as ``optimizer`` does, parameter by parameter.
 
     Before a step, ``refresh(state)`` brings in what schedulers wrote into ``optimizer.param_groups`` (learning rate,
     momentum or betas, weight decay); after ``tx.init``, ``carry_over(state)`` goes on from steps already taken.
-    Parameters that are in no group or do not require a gradient stay as they are. SGD, Adam and AdamW are known,
-    exactly and no subclass; raises TypeError at another one, ValueError for a parameter without a name.
+    Parameters that are in no group stay as they are; so do, with their state, those whose gradient is None. SGD, Adam
+    and AdamW are known, exactly and no subclass; raises TypeError at another one, ValueError for a parameter without a
+    name.
     """
     if type(optimizer) not in _KNOWN:
         known = ", ".join(f"torch.optim.{cls.__name__}" for cls in _KNOWN)
@@ -45,18 +44,11 @@ def from_torch(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Paramet
             f"optimizer: got {type(optimizer).__module__}.{type(optimizer).__qualname__}, expected one of {known}"
         )
     family = _KNOWN[type(optimizer)]
-    labels, parameters = _labels(optimizer, names)
+    groups, parameters = _groups(optimizer, names)
     options = [family.options(group) for group in optimizer.param_groups]
 
-    def label_tree(params: Tree) -> Tree:
-        return tree.map_with_name(lambda name, _: labels.get(name, FROZEN), params)
-
-    def build(hyperparams: tuple[dict[str, Any], ...]) -> optim.GradientTransformation:
-        groups = {
-            str(index): family.build(values, option)
-            for index, (values, option) in enumerate(zip(hyperparams, options, strict=True))
-        }
-        return optim.partition({**groups, FROZEN: optim.set_to_zero()}, label_tree)
+    def build(hyperparams: tuple[dict[str, Any], ...]) -> list[optim.GradientTransformation]:
+        return [family.build(values, option) for values, option in zip(hyperparams, options, strict=True)]
 
     def read(device: torch.device) -> tuple[dict[str, torch.Tensor], ...]:
         now = [family.options(group) for group in optimizer.param_groups]
@@ -69,24 +61,29 @@ def from_torch(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Paramet
 
     def init(params: Tree) -> FromTorchState:
         hyperparams = read(device_of(params))
-        return FromTorchState(hyperparams, build(hyperparams).init(params))
+        txs = build(hyperparams)
+        trained = {name: leaf for name, leaf in _named(params).items() if name in groups}
+        return FromTorchState(hyperparams, {name: txs[groups[name]].init(leaf) for name, leaf in trained.items()})
 
     def update(updates: Tree, state: FromTorchState, params: Tree | None = None) -> tuple[Tree, FromTorchState]:
-        updates, inner = build(state.hyperparams).update(updates, state.inner, params)
-        return updates, FromTorchState(state.hyperparams, inner)
+        txs = build(state.hyperparams)
+        values = {} if params is None else _named(params)
+        new, inner = {}, dict(state.inner)
+        for name, gradient in _named(updates).items():
+            if name in groups:
+                new[name], inner[name] = txs[groups[name]].update(gradient, inner[name], values.get(name))
+            else:
+                new[name] = torch.zeros_like(gradient)
+        return _like(updates, new), FromTorchState(state.hyperparams, inner)
 
     def refresh(state: FromTorchState) -> FromTorchState:
         return state._replace(hyperparams=read(device_of(state.hyperparams)))
 
     def carry_over(state: FromTorchState) -> FromTorchState:
-        states = dict(state.inner.inner_states)
-        for index in map(str, range(len(options))):
-            past = {name: optimizer.state.get(parameters[name], {}) for name, label in labels.items() if label == index}
-            states[index] = _carry_over(states[index], past)
-        return state._replace(inner=optim.PartitionState(states))
+        past = {name: optimizer.state.get(parameters[name], {}) for name in state.inner}
+        return state._replace(inner={name: _carry_over(name, own, past[name]) for name, own in state.inner.items()})
 
-    plain = tuple(family.hyperparams(group) for group in optimizer.param_groups)
-    return FromTorch(optim.GradientTransformation(init, update, build(plain).groups), refresh, carry_over)
+    return FromTorch(optim.GradientTransformation(init, update), refresh, carry_over)
 
 
 class _Family(NamedTuple):
@@ -147,75 +144,55 @@ def _pick(group: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: group[key] for key in keys}
 
 
-def _labels(
+def _groups(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]
-) -> tuple[dict[str, str], dict[str, torch.nn.Parameter]]:
-    """{name: number of its param group} and {name: parameter} of the parameters that are trained."""
-    labels, parameters = {}, {}
+) -> tuple[dict[str, int], dict[str, torch.nn.Parameter]]:
+    """{name: number of its param group} and {name: parameter}."""
+    groups, parameters = {}, {}
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if not parameter.requires_grad:
-                continue
             if parameter not in names:
                 raise ValueError(
                     f"param_groups[{index}]['params'][{position}], of shape {tuple(parameter.shape)}, is no parameter "
                     "of the model: build the optimizer from the model's parameters"
                 )
-            labels[names[parameter]], parameters[names[parameter]] = str(index), parameter
-    return labels, parameters
+            groups[names[parameter]], parameters[names[parameter]] = index, parameter
+    return groups, parameters
 
 
-def _carry_over(state: Tree, past: dict[str, dict[str, Any]]) -> Tree:
-    """A group's state with the moments that torch's state ``past``, {name: its state}, holds."""
+def _named(values: Tree) -> dict[str, torch.Tensor]:
+    """{name: leaf} of a plain tree or of a Flat, without those that are None."""
+    return tree.named_leaves(flat.unravel(values) if isinstance(values, flat.Flat) else values)
+
+
+def _like(values: Tree, named: dict[str, torch.Tensor]) -> Tree:
+    """The inverse of ``_named``: a tree of the structure of ``values``."""
+    if not isinstance(values, flat.Flat):
+        return tree.map_with_name(lambda name, _: named[name], values)
+    leaves = [named.get(slot.name) for slot in values.layout.slots]
+    return flat.ravel(tree.unflatten(values.layout.structure, leaves), values.layout)
+
+
+def _carry_over(name: str, state: Tree, past: Mapping[str, Any]) -> Tree:
+    """A parameter's state with the moments and the count of torch's state of it, ``past``."""
+
+    def filled(like: torch.Tensor, key: str) -> torch.Tensor:
+        value = past[key]
+        if value.shape != like.shape:
+            raise ValueError(
+                f"{name}: the optimizer's {key} has shape {tuple(value.shape)}, expected {tuple(like.shape)}"
+            )
+        return value.detach().to(like.device, like.dtype, copy=True)
 
     def carry(node: Any) -> Any:
-        if isinstance(node, optim.ScaleByAdamState):
-            moments = {"mu": "exp_avg", "nu": "exp_avg_sq", "nu_max": "max_exp_avg_sq"}
-            steps = {name: int(values.get("step", 0)) for name, values in past.items()}
-        elif isinstance(node, optim.TraceState):
-            moments = {"trace": "momentum_buffer"}
-            steps = {name: int(values.get("momentum_buffer") is not None) for name, values in past.items()}
-        else:
-            return node
-        if not any(steps.values()):
-            return node
-        first, count = next(iter(steps.items()))
-        for name, step in steps.items():
-            if step != count:
-                raise ValueError(
-                    f"the optimizer's state counts {count} steps for {first!r} and {step} for {name!r}, expected one "
-                    "count a param group: put parameters that began at different times into different groups"
-                )
-        filled = {
-            field: _filled(getattr(node, field), past, key)
-            for field, key in moments.items()
-            if getattr(node, field) is not None
-        }
-        return node._replace(count=torch.full_like(node.count, count), **filled)
+        if isinstance(node, optim.ScaleByAdamState) and "step" in past:
+            count = torch.full_like(node.count, int(past["step"]))
+            nu_max = None if node.nu_max is None else filled(node.nu_max, "max_exp_avg_sq")
+            return node._replace(
+                count=count, mu=filled(node.mu, "exp_avg"), nu=filled(node.nu, "exp_avg_sq"), nu_max=nu_max
+            )
+        if isinstance(node, optim.TraceState) and past.get("momentum_buffer") is not None:
+            return node._replace(count=torch.ones_like(node.count), trace=filled(node.trace, "momentum_buffer"))
+        return node
 
     return tree.map(carry, state, is_leaf=lambda node: isinstance(node, (optim.ScaleByAdamState, optim.TraceState)))
-
-
-def _filled(like: Tree, past: dict[str, dict[str, Any]], key: str) -> Tree:
-    """A tree like ``like``, plain or with Flats, holding ``past[name][key]`` at each name."""
-
-    def copied(name: str, place: torch.Tensor) -> torch.Tensor:
-        value = past[name][key]
-        if value.shape != place.shape:
-            raise ValueError(
-                f"{name}: the optimizer's {key} has shape {tuple(value.shape)}, expected {tuple(place.shape)}"
-            )
-        return place.copy_(value.detach())
-
-    def fill(name: str, node: Any) -> Any:
-        if not isinstance(node, flat.Flat):
-            return copied(name, node.clone())
-        buffers = {bucket: None if buffer is None else buffer.clone() for bucket, buffer in node.buffers.items()}
-        for slot in node.layout.slots:
-            buffer = buffers[slot.bucket]
-            if buffer is not None:
-                place = buffer if slot.offset is None else buffer.narrow(0, slot.offset, slot.size).view(slot.shape)
-                copied(f"{name}.{slot.name}" if name else slot.name, place)
-        return flat.Flat(buffers, node.layout)
-
-    return tree.map_with_name(fill, like, is_leaf=lambda node: isinstance(node, flat.Flat))

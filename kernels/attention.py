@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -52,8 +53,8 @@ def explicit(
 
     query (..., H, Tq, D), key (..., Hkv, Tk, D), value (..., Hkv, Tk, Dv) with H a multiple of Hkv; ``attn_mask`` is
     bool (True: attend) or additive, broadcastable to (..., H, Tq, Tk); ``sinks`` (H,) are logits of a place without
-    a value; ``dropout`` is applied to the weights. The softmax is in float32 at least. A row whose bool mask lets it
-    attend to nothing gives 0.
+    a value; ``dropout`` is applied to the weights. The softmax is in float32 at least. A row whose mask lets it attend
+    to nothing gives 0.
     """
     if key.dim() > 2 and (repeats := query.shape[-3] // key.shape[-3]) > 1:
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -69,7 +70,8 @@ def explicit(
         dead = ~attn_mask.any(-1, keepdim=True)
         scores = scores.masked_fill(~attn_mask, torch.finfo(scores.dtype).min)
     elif attn_mask is not None:
-        scores = scores + attn_mask
+        dead = (attn_mask == -math.inf).all(-1, keepdim=True)
+        scores = (scores + attn_mask).masked_fill(dead, 0.0)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
     weights = scores.softmax(-1).to(query.dtype)

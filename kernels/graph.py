@@ -114,6 +114,11 @@ def on_the_tape() -> Iterator[None]:
         _tapes.reset(token)
 
 
+def static_key(value: Any) -> Any:
+    """What tells a static value from another one: 1, 1.0 and True differ, 0.0 and -0.0 do, a NaN equals itself."""
+    return (type(value), value.hex() if isinstance(value, float) else value)
+
+
 def is_tracing() -> bool:
     """Whether a dispatch mode (a trace on fake tensors) is active."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -217,6 +222,7 @@ def fingerprint(graph: GraphModule) -> str:
             value = node.meta["val"]
             digest.update(repr((tuple(value.shape), value.stride(), value.dtype, value.device)).encode())
         elif node.op == "get_attr" and isinstance(constant := getattr(graph, str(node.target), None), torch.Tensor):
+            digest.update(repr((constant.dtype, tuple(constant.shape))).encode())
             raw = constant.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             digest.update(raw.numpy().tobytes())
     return digest.hexdigest()[:24]

@@ -86,7 +86,9 @@ def named_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> di
     named = dict(zip(keys, values, strict=True))
     if len(named) < len(keys):
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
-        raise ValueError(f"two leaves of the tree have the name {twice!r}: a key with a dot in it hides a nested key")
+        raise ValueError(
+            f"two leaves of the tree have the name {twice!r}: a key with a dot in it hides a nested key, or keys differ in their type alone"
+        )
     return named
 
 
@@ -191,20 +193,22 @@ def hash_once(cls: type[T]) -> type[T]:
     """
     plain_hash, plain_eq = cls.__hash__, cls.__eq__
 
-    def __hash__(self: Any) -> int:
+    def hash_(self: Any) -> int:
         try:
             return self.__dict__["_hash"]
         except KeyError:
             return self.__dict__.setdefault("_hash", plain_hash(self))
 
-    def __eq__(self: Any, other: object) -> bool:
-        return (
-            self is other
-            or (hash(self) == hash(other) if type(self) is type(other) else False)
-            and plain_eq(self, other)
+    def eq(self: Any, other: object) -> bool:
+        return self is other or (
+            type(self) is type(other) and hash(self) == hash(other) and bool(plain_eq(self, other))
         )
 
-    cls.__hash__, cls.__eq__ = __hash__, __eq__  # type: ignore
+    def getstate(self: Any) -> dict[str, Any]:  # a hash is this process's own
+        return {name: value for name, value in self.__dict__.items() if name in cls.__dataclass_fields__}  # type: ignore[attr-defined]
+
+    for name, method in (("__hash__", hash_), ("__eq__", eq), ("__getstate__", getstate)):
+        setattr(cls, name, method)
     return cls
 
 

@@ -1,4 +1,4 @@
-"""The axis environment: what a traced function may know about where it runs.
+"""The environment: what a traced function may know about where it runs.
 
 One frozen value, bound around a loss function by the step; a primitive reads it once, in its forward.
 """
@@ -8,29 +8,33 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Named axes in scope (name -> axis), and how regions are treated.
+    """How what is traced is to be treated.
 
     ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint graph is traced to be cut, so named
-    values leave a mark in it.
+    values leave a mark in it. ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train`` says.
+    ``compute``: the dtype that floating-point inputs of functionalized modules are cast to.
     """
 
-    axes: dict[str, Any] = field(default_factory=dict)
     outline: bool = False
     marks: bool = False
+    evaluating: bool = False
+    compute: torch.dtype | None = None
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a graph traced in this environment depends on, hashable."""
-        return (tuple(self.axes.items()), self.outline)
+        return (self.outline, self.evaluating, self.compute)
 
 
-_current: ContextVar[Environment] = ContextVar("axis_environment", default=Environment())
+_current: ContextVar[Environment] = ContextVar("environment", default=Environment())
 
 
 def current() -> Environment:

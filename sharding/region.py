@@ -7,20 +7,24 @@ through one opaque op, so that the surrounding graph does not grow with depth an
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
 
 from functional_booster.kernels import graph as graphs
 from functional_booster.kernels import transforms, tree
 
+from .checkpoint_policies import NAME, Policy
 from .environment import bind, current
 
 Tree = tree.Tree
-Policy = Callable[[Node], bool]
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,6 @@ _library.define("mark(Tensor x, str name) -> Tensor")
 _library.impl("mark", lambda x, name: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("functional_booster_region::mark", lambda x, name: torch.empty_like(x))
 mark_op = torch.ops.functional_booster_region.mark.default
-NAME = "functional_booster_name"  # the key in node.meta of a value's name
 
 
 class _Mark(torch.autograd.Function):
@@ -102,6 +105,7 @@ def region(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     def wrapped(*args: Tree) -> Tree:
         if not (current().outline and graphs.transforms() in ((), ("Grad",))):
             return fn(*args)
+        refuse_captured(fn)
         return call(fn, args, cache, None, outline=True)
 
     return wrapped
@@ -115,7 +119,7 @@ def call(
     places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
     tensors = [leaves[place] for place in places]
     wanted = tuple(transforms.is_differentiable(tensor) and tensor.requires_grad for tensor in tensors)
-    others = tuple(leaf for leaf in leaves if not isinstance(leaf, torch.Tensor))
+    others = tuple(graphs.static_key(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
     signature = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in tensors)
     key = (structure, places, signature, wanted, others, current().key)
     if key not in cache:
@@ -134,6 +138,30 @@ def call(
     return tree.unflatten(pair.structure, results[: pair.outputs])
 
 
+def refuse_captured(fn: Callable[..., Any], depth: int = 3) -> None:
+    """Raise ValueError, naming the variable, where ``fn`` closes over a tensor that is being differentiated or traced.
+
+    Its gradient would be lost: what a region or remat computes, it computes from its arguments.
+    """
+    held: list[tuple[str, Any]] = []
+    while isinstance(fn, functools.partial):
+        held += [("an argument of functools.partial", value) for value in (*fn.args, *fn.keywords.values())]
+        fn = fn.func
+    for name, cell in (
+        zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True) if hasattr(fn, "__code__") else ()
+    ):
+        with contextlib.suppress(ValueError):  # a cell that is not filled yet
+            held.append((name, cell.cell_contents))
+    for name, value in held:
+        for leaf in tree.leaves(value):
+            if isinstance(leaf, torch.Tensor) and (leaf.requires_grad or isinstance(leaf, FakeTensor)):
+                raise ValueError(
+                    f"{name}: a region or remat closes over it, and its gradient would be lost: pass it as an argument"
+                )
+            if depth and isinstance(leaf, types.FunctionType | functools.partial):
+                refuse_captured(leaf, depth - 1)
+
+
 def program_names(graph: GraphModule) -> list[str]:
     """The names of the programs that a graph calls, each once, in order."""
     found = dict.fromkeys(node.args[0] for node in graph.graph.nodes if node.target is call_op)
@@ -148,7 +176,7 @@ def _build(
     policy: Policy | None,
     outline: bool,
 ) -> Pair:
-    with torch._subclasses.fake_tensor.FakeTensorMode():
+    with FakeTensorMode():
         examples = [
             torch.empty_strided(d.shape, d.stride(), dtype=d.dtype, device=device)
             for d, device in zip(described, devices, strict=True)

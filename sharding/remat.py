@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import Node
 
 from functional_booster.kernels import graph as graphs
 from functional_booster.kernels import tree
 
 from . import region
+from .checkpoint_policies import Policy, everything_saveable, nothing_saveable
 from .environment import current, restore
 
 Tree = tree.Tree
-Policy = region.Policy
 
 _library = torch.library.Library("functional_booster_remat", "DEF")
 _library.define("barrier(Tensor x, Tensor after) -> Tensor")
@@ -31,26 +29,6 @@ def _barrier_vmap(
     return torch.ops.functional_booster_remat.barrier(x, after), dims[0]
 
 
-def everything_saveable(node: Node) -> bool:
-    """Save every value that the backward needs: no recomputation."""
-    return True
-
-
-def nothing_saveable(node: Node) -> bool:
-    """Save the inputs alone: the whole forward is computed again in the backward. The default."""
-    return False
-
-
-def dots_saveable(node: Node) -> bool:
-    """Save the results of matrix products, convolutions and attention; compute everything else again."""
-    return node.target in _dots or (node.target is operator.getitem and node.args[0].target in _dots)
-
-
-def save_only_these_names(*names: str) -> Policy:
-    """Save the values marked by ``checkpoint_name(x, name)`` with one of these names; compute the others again."""
-    return lambda node: node.meta.get(region.NAME) in names
-
-
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
     """The identity; names a value for ``save_only_these_names``."""
     return region.mark(x, name)
@@ -60,17 +38,19 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
     """``fn`` whose backward computes again what ``policy`` does not save: the same numbers, less memory.
 
     ``fn(*trees) -> tree`` must be pure, and take what is differentiated as arguments. Under vmap, jvp or a second grad
-    the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called.
+    the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called, and, at the
+    call, ValueError where ``fn`` closes over a tensor that is differentiated.
     """
+    if not callable(fn):
+        raise TypeError(f"fn: {type(fn).__name__}, expected a function")
     if not callable(policy):
-        raise TypeError(
-            f"policy: {policy!r}, expected a function from a graph's node to bool, such as fb.remat.dots_saveable"
-        )
+        raise TypeError(f"policy: {policy!r}, expected one of fb.checkpoint_policies, such as dots_saveable")
     if policy is everything_saveable:
         return fn
     cache: dict[Any, region.Pair] = {}
 
     def wrapped(*args: Tree) -> Tree:
+        region.refuse_captured(fn)
         environment = current()
         simple = graphs.transforms() in ((), ("Grad",))
         if simple and (environment.outline or policy is not nothing_saveable):
@@ -142,16 +122,3 @@ def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...,
             return tuple(grads)
 
     return Recompute.apply
-
-
-_aten = torch.ops.aten
-_dots = {
-    op
-    for name in (
-        "mm addmm bmm baddbmm convolution _scaled_mm _scaled_dot_product_flash_attention "
-        "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-        "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable"
-    ).split()
-    if hasattr(_aten, name)
-    for op in [getattr(getattr(_aten, name), overload) for overload in getattr(_aten, name).overloads()]
-}

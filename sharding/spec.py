@@ -29,6 +29,9 @@ class PartitionSpec(tuple[AxisNames, ...]):
                 seen.add(name)
         return super().__new__(cls, entries)
 
+    def __getnewargs__(self) -> tuple[AxisNames, ...]:  # type: ignore[override]  # copies are built entry by entry
+        return tuple(self)
+
     def __repr__(self) -> str:
         return f"P({', '.join(map(repr, self))})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -209,8 +210,97 @@ class TestStep:
             with pytest.raises(fb.DonatedError, match="donated to train_step"):
                 use()
 
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_what_shares_storage_with_a_donated_state_is_refused_too(
+        self, jit: bool, booster: fb.Booster, state: fb.TrainState
+    ) -> None:
+        fork, step = state.replace(key=fb.random.key(9)), booster.train_step(loss_fn, TX, jit=jit)
+        step(state, rows(4))
+        for use in (lambda: fork.params, lambda: step(fork, rows(4)), lambda: booster.save("never", fork)):
+            with pytest.raises(fb.DonatedError, match="was donated to train_step"):
+                use()
+        assert "donated to train_step" in repr(state)
+
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_the_batch_is_never_written(self, jit: bool, booster: fb.Booster, state: fb.TrainState) -> None:
+        """A weight that is a view of the batch, under accumulation."""
+
+        def weighted(params: Any, batch: Any) -> Any:
+            return loss_fn(params, batch)[0], batch["w"][0]
+
+        batch = {**rows(6), "w": torch.arange(1.0, 7.0, dtype=torch.float64)}
+        state, metrics = booster.train_step(weighted, TX, accumulate=3, jit=jit)(state, batch)
+        assert torch.equal(batch["w"], torch.arange(1.0, 7.0, dtype=torch.float64))
+        assert metrics["tokens"].item() == 1 + 3 + 5
+
+    def test_compiled_graphs_are_counted_and_shown(self, booster: fb.Booster, state: fb.TrainState) -> None:
+        one, two = booster.train_step(loss_fn, TX), booster.train_step(loss_fn, TX, accumulate=2)
+        assert "train_step:" in str(one.lower(state, rows(4)))
+        assert "microbatch:" in str(two.lower(state, rows(4)))
+        assert (one.compiles, two.compiles) == (0, 0)
+        state, _ = one(state, rows(4))
+        two(state, rows(4))
+        assert (one.compiles, two.compiles) == (1, 2)  # the microbatch and the update
+
+    def test_how_a_loss_takes_its_key(self, booster: fb.Booster) -> None:
+        """As a third argument of any name, by keyword, or through **kwargs."""
+
+        def third(params: Any, batch: Any, rng: Any) -> Any:
+            return fb.losses.cross_entropy(MODEL.apply(params, batch["x"], key=rng, train=True), batch["y"])
+
+        def keyword(params: Any, batch: Any, *, key: Any) -> Any:
+            return third(params, batch, key)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return keyword(*args, **kwargs)
+
+        losses = set()
+        for form in (third, keyword, wrapped):
+            state = booster.init(MODEL, TX, key=fb.random.key(0))
+            losses.add(booster.train_step(form, TX, jit=False)(state, rows(8))[1]["loss"].item())
+        assert len(losses) == 1
+        assert losses != {loss_fn(MODEL.init(fb.random.key(0)), rows(8))[0].item() / 8}
+
+    def test_a_loop_drags_no_tape(self, booster: fb.Booster, state: fb.TrainState) -> None:
+        teacher = torch.nn.Linear(WIDTH, CLASSES).double()
+        step = booster.train_step(lambda p, b: fb.losses.mse(MODEL.apply(p, b["x"]), teacher(b["x"])), TX, jit=False)
+        for _ in range(2):
+            state, metrics = step(state, rows(4))
+        assert not any(leaf.requires_grad for leaf in fb.tree.leaves((state, metrics)))
+
+    def test_plain_pairs_see_the_plain_tree(self, booster: fb.Booster) -> None:
+        """An optimizer in optax's style, a pair of functions, gets the model's tree with its names."""
+
+        def update(updates: Any, state: Any, params: Any = None) -> Any:
+            return {
+                **fb.tree.map(torch.zeros_like, updates),
+                "out": fb.tree.map(lambda u: -0.1 * u, updates["out"]),
+            }, state
+
+        pair = (lambda params: {"names": len(params["in"])}, update)
+        state = booster.init(MODEL, pair, key=fb.random.key(0))
+        before = booster.full_params(state)
+        after, _ = booster.train_step(loss_fn, pair, jit=False)(state, rows(4))
+        assert torch.equal(after.params["in"]["w"], before["in"]["w"])
+        assert not torch.equal(after.params["out"]["w"], before["out"]["w"])
+
+    def test_another_optimizers_state(self, booster: fb.Booster, state: fb.TrainState) -> None:
+        with pytest.raises(ValueError, match=r"state\.opt_state is not one of the optimizer"):
+            booster.train_step(loss_fn, fb.optim.sgd(0.1, momentum=0.9), jit=False)(state, rows(4))
+
 
 class TestSkip:
+    @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
+    def test_a_weight_that_is_no_weight(self, weight: float, booster: fb.Booster) -> None:
+        """No weight: no gradient; a negative one or NaN: the step is skipped. Never NaN in the parameters."""
+        tx = fb.optim.sgd(0.1)
+        state = booster.init(MODEL, tx, key=fb.random.key(0))
+        before = booster.full_params(state)
+        step = booster.train_step(lambda p, b: (0.01 * p["in"]["w"].square().sum(), weight), tx, jit=False)
+        state, metrics = step(state, rows(4))
+        close(state.params, before, 0)
+        assert metrics["skipped"].item() == (weight != 0)
+
     @pytest.mark.parametrize("jit", [False, True])
     @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
     def test_a_step_that_is_not_finite_changes_nothing(self, jit: bool, poison: float, booster: fb.Booster) -> None:
@@ -319,7 +409,7 @@ class TestBadInput:
         assert int(state.step) == 0  # not consumed
 
     def test_a_missing_key_says_what_is_there(self, booster: fb.Booster, state: fb.TrainState) -> None:
-        with pytest.raises(KeyError, match=r"batch has no 'y', which loss_fn reads; it has \['x'\]"):
+        with pytest.raises(KeyError, match=r"loss_fn looked for 'y', which is not in the batch: it has \['x'\]"):
             booster.train_step(loss_fn, TX, jit=False)(state, {"x": rows(2)["x"]})
 
     def test_rows_that_do_not_divide(self, booster: fb.Booster, state: fb.TrainState) -> None:
@@ -334,6 +424,8 @@ class TestBadInput:
             (lambda p: (p["in"]["w"].sum(), torch.ones(2)), r"a weight of shape \(2,\)"),
             (lambda p: (p["in"]["w"].sum(), 1, 2), "aux of type int"),
             (lambda p: (p["in"]["w"].sum(), 1, {"a": torch.ones(2)}), r"aux\['a'\] of shape \(2,\)"),
+            (lambda p: (p["in"]["w"].sum(), {"a": 1}), r"a weight of type dict, expected a 0-d mean, \(sum, weight\)"),
+            (lambda p: (p["in"]["w"].sum(), 1, {"a": "x"}), r"aux\['a'\] of type str, expected a scalar"),
         ],
     )
     def test_losses(self, returned: Any, message: str, booster: fb.Booster, state: fb.TrainState) -> None:
@@ -352,6 +444,19 @@ class TestBadInput:
         with pytest.raises(ValueError, match=message):
             booster.train_step(loss_fn, TX, **options)
 
+    def test_reserved_names_and_foreign_buffers(self, booster: fb.Booster, state: fb.TrainState) -> None:
+        for aux, message in (
+            ({"grad_norm": 1.0}, r"aux\['grad_norm'\], but that is the name of a metric"),
+            ({"buffers": {"new": torch.ones(3)}}, "new is not among the state's"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                booster.train_step(lambda p, b, a=aux: (*loss_fn(p, b), a), TX, jit=False)(state, rows(2))
+
+    def test_parameters_of_another_kind(self, booster: fb.Booster) -> None:
+        params = fb.tree.map(lambda leaf: leaf.long(), MODEL.init(fb.random.key(0)))
+        with pytest.raises(ValueError, match=r"in\.w: torch\.int64, expected torch\.float64"):
+            booster.init(MODEL, TX, key=fb.random.key(0), params=params)
+
     def test_other_types(self, booster: fb.Booster, state: fb.TrainState) -> None:
         with pytest.raises(TypeError, match="state: dict, expected a TrainState"):
             booster.train_step(loss_fn, TX)({}, rows(2))  # type: ignore[arg-type]
@@ -368,6 +473,25 @@ def test_eval_step(booster: fb.Booster, state: fb.TrainState) -> None:
         metrics = booster.eval_step(loss_fn, jit=jit)(state, batch)
         close(metrics["loss"], total / weight)
         assert metrics["tokens"].item() == weight.item()
+
+
+def test_eval_step_drops_nothing_whatever_the_loss_says(booster: fb.Booster) -> None:
+    model = fb.models.gpt2(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)  # with dropout
+
+    def loss(params: Any, batch: Any, key: Any) -> Any:
+        return fb.losses.next_token(model.apply(params, batch["ids"], key=key, train=True), batch["ids"])
+
+    batch = {"ids": torch.arange(16).view(2, 8)}
+    state = booster.init(model, TX, key=fb.random.key(0))
+    expected = fb.losses.next_token(model.apply(state.params, batch["ids"]), batch["ids"])
+    close(booster.eval_step(loss, jit=False)(state, batch)["loss"], expected[0] / expected[1], 1e-6)
+
+
+def test_a_state_is_a_value(state: fb.TrainState) -> None:
+    again = copy.deepcopy(state)
+    close(fb.tree.map(torch.sub, state.params, again.params), fb.tree.map(torch.zeros_like, state.params), 0)
+    assert fb.tree.structure(again) == fb.tree.structure(state)
+    assert repr(state) == "TrainState(step=0, 3 parameters of 59 elements, on cpu)"
 
 
 class TestFunctionalExtras:
@@ -420,3 +544,14 @@ class TestFunctionalExtras:
 
         rate, step = torch.tensor(0.05, dtype=torch.float64), 1e-6
         close(fb.grad(after)(rate), (after(rate + step) - after(rate - step)) / (2 * step), 1e-6)
+
+    @pytest.mark.parametrize("what", ["loss", "grad_norm"])
+    def test_metrics_are_differentiable_too(self, what: str, booster: fb.Booster) -> None:
+        def second(rate: torch.Tensor) -> torch.Tensor:
+            tx = fb.optim.sgd(rate)
+            run = booster.train_step(loss_fn, tx, jit=False, donate=False)
+            state, _ = run(booster.init(MODEL, tx, key=fb.random.key(0)), rows(6))
+            return run(state, rows(6))[1][what]
+
+        rate, step = torch.tensor(0.05, dtype=torch.float64), 1e-6
+        close(fb.grad(second)(rate), (second(rate + step) - second(rate - step)) / (2 * step), 1e-6)

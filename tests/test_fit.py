@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from functional_booster import trackers, visualize
-from functional_booster.fit import (
+from functional_booster.fit import fit
+from functional_booster.hooks import (
     Checkpoint,
     Profiler,
     StopTraining,
     evaluate,
     every,
-    fit,
     mean_metrics,
     stop,
     stop_on_nan,

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from functional_booster import losses
 from functional_booster.functionalize import functionalize
 from functional_booster.kernels import random, transforms, tree
 
@@ -543,6 +544,45 @@ def test_new_buffers_come_through_grad_and_a_trace() -> None:
     assert all(torch.equal(value, model.buffers()[path]) for path, value in buffers.items())
 
 
+def test_submodules_keep_their_modes_in_training() -> None:
+    module, inputs = made("resnet", torch.float64)
+    for root, frozen in ((True, True), (True, False), (False, True)):
+        module.train()
+        module.blocks[0].norm.train(not frozen)
+        module.training = root
+        before = fingerprint(module)
+        model = functionalize(module)
+        twin = copy.deepcopy(module)
+        if not root:  # a module in evaluation mode is wholly put into training
+            twin.train()
+        outputs, buffers = model.apply(model.init(), **inputs, train=True, mutable=True)
+        torch.testing.assert_close(outputs, twin(**inputs), rtol=1e-12, atol=1e-12)
+        for name, value in twin.named_buffers():
+            torch.testing.assert_close(buffers[name], value, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            model.apply(model.init(), **inputs), copy.deepcopy(module).eval()(**inputs), rtol=1e-12, atol=1e-12
+        )
+        assert fingerprint(module) == before
+
+
+def test_modes_by_name() -> None:
+    module, inputs = made("resnet", torch.float64)
+    model = functionalize(module)
+    module.stem[1].train()
+    modes = {name: part.training for name, part in module.named_modules()}
+    outputs, buffers = model.apply(model.init(), **inputs, train=modes, mutable=True)
+    torch.testing.assert_close(outputs, module(**inputs), rtol=1e-12, atol=1e-12)
+    assert [name for name, value in buffers.items() if name.endswith("tracked") and value] == [
+        "stem.1.num_batches_tracked"
+    ]
+    with pytest.raises(ValueError, match="ResNet writes buffers in training: stem.1.running_mean"):
+        model.apply(model.init(), **inputs, train=modes)
+    with pytest.raises(
+        ValueError, match="expected a mode for each submodule of ResNet; missing or unknown: 'head', 'x'"
+    ):
+        model.apply(model.init(), **inputs, train={"x": True} | {n: m for n, m in modes.items() if n != "head"})
+
+
 def test_written_buffers_are_named_and_no_others() -> None:
     class Writer(nn.Module):
         queue: torch.Tensor
@@ -728,10 +768,46 @@ def test_what_has_no_keyed_form_is_refused_by_name() -> None:
         functionalize(Shuffled()).apply({}, torch.ones(2), key=key, train=True)
     with pytest.raises(NotImplementedError, match=r"\(RReLU\) calls rrelu"):
         functionalize(nn.RReLU()).apply({}, torch.ones(2), key=key, train=True)
-    recurrent = functionalize(Recurrent(nn.LSTM, dropout=0.2))
-    with pytest.raises(NotImplementedError, match=r"rnn \(LSTM\): dropout=0.2"):
-        recurrent.apply(recurrent.init(), torch.ones(2, 3, dtype=torch.int64), key=key, train=True)
-    recurrent.apply(recurrent.init(), torch.ones(2, 3, dtype=torch.int64), key=key)
+
+
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"proj_size": 3}, {"bias": False}])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_run_one_by_one_with_dropout_between(
+    kind: Callable[..., nn.RNNBase], options: dict[str, Any]
+) -> None:
+    if "proj_size" in options and kind is not nn.LSTM:
+        options = {"nonlinearity": "relu"} if kind is nn.RNN else {"batch_first": True}
+    torch.manual_seed(0)
+    module = kind(4, 5, num_layers=3, dropout=1e-12, dtype=torch.float64, **options)
+    model, key = functionalize(module), random.key(0)
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    packed = nn.utils.rnn.pack_padded_sequence(
+        x, torch.tensor([2, 6] if module.batch_first else [6, 3])[:2], False, False
+    )
+    for given in (x, packed):  # nothing is dropped in practice: torch's own layers in one
+        expected = tree.leaves(module.eval()(given))
+        got = tree.leaves(model.apply(model.init(), given, key=key, train=True))
+        assert len(expected) == len(got)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_dropout_between_recurrent_layers_is_drawn_from_the_key() -> None:
+    module = nn.LSTM(4, 5, num_layers=2, dropout=0.5, dtype=torch.float64)
+    model, key = functionalize(module), random.key(5)
+    x = torch.randn(6, 2, 4, dtype=torch.float64)
+    layers = [nn.LSTM(size, 5, dtype=torch.float64) for size in (4, 5)]
+    for number, layer in enumerate(layers):
+        layer.load_state_dict(
+            {name[:-1] + "0": v for name, v in module.state_dict().items() if name[-1] == str(number)}
+        )
+    expected = layers[1](random.dropout(layers[0](x)[0], 0.5, random.fold_in(key, 0)))[0]
+    state = torch.get_rng_state()
+    torch.testing.assert_close(model.apply(model.init(), x, key=key, train=True)[0], expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match=r"the module \(LSTM\) draws random numbers \(dropout between layers, p=0.5\)"):
+        model.apply(model.init(), x, train=True)
+    torch.testing.assert_close(model.apply(model.init(), x)[0], module.eval()(x)[0])
 
 
 def test_loss_of_a_causal_language_model() -> None:
@@ -746,11 +822,14 @@ def test_loss_of_a_causal_language_model() -> None:
 
     mask = paddings("gpt2")[1]["attention_mask"]
     total, weight = model.loss(params, batch | {"attention_mask": mask})
-    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    labels = losses.labels_from(batch["input_ids"], mask)
     expected = module(**batch, attention_mask=mask, labels=labels).loss
     torch.testing.assert_close((total / weight).to(expected.dtype), expected.detach(), rtol=1e-6, atol=0)
     given, _ = model.loss(params, batch | {"attention_mask": mask, "labels": labels})
     assert torch.equal(given, total)
+
+    left = paddings("gpt2")[2]["attention_mask"]  # the first real token is predicted from padding: it does not count
+    assert model.loss(params, batch | {"attention_mask": left})[1] == 2 * (TOKENS - 1) + TOKENS - 3 - 1
 
     trained = [model.loss(params, batch, random.key(seed))[0] for seed in (0, 0, 1)]
     assert trained[0] == trained[1] != trained[2]

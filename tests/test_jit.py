@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,6 +118,33 @@ class TestStatic:
         with pytest.raises(TypeError, match=r"options\.x: set is no tensor and cannot be hashed"):
             fb.jit(lambda options: options["y"])({"x": {1}, "y": torch.ones(1)})
 
+    def test_values_that_are_equal_but_differ(self) -> None:
+        divided = fb.jit(lambda x, by: x / by)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", fb.RecompileWarning)
+            assert divided(torch.ones(1), 0.0).item() == float("inf")
+            assert divided(torch.ones(1), -0.0).item() == -float("inf")
+            for _ in range(3):
+                divided(torch.ones(1), float("nan"))
+        assert divided.compiles == 3
+
+    def test_autocast_is_part_of_the_key(self) -> None:
+        product = fb.jit(lambda x: x @ x)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert product(torch.ones(2, 2)).dtype == torch.bfloat16
+        with pytest.warns(fb.RecompileWarning):
+            assert product(torch.ones(2, 2)).dtype == torch.float32
+
+    def test_methods(self) -> None:
+        class Scaler:
+            factor = 3
+
+            @fb.jit
+            def scale(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.factor
+
+        assert Scaler().scale(torch.ones(1)).item() == 3
+
 
 class TestRecompile:
     @pytest.mark.parametrize(
@@ -209,6 +238,22 @@ class TestDonation:
         assert torch.equal(out.left, torch.tensor([4.0, 3.0]))
         assert torch.equal(out.right, torch.tensor([1.0, 2.0]))
 
+    @pytest.mark.parametrize("donate", [0, 1])
+    def test_overlapping_views(self, donate: int) -> None:
+        base = torch.arange(6.0)
+        with pytest.raises(ValueError, match="a and b share storage"):
+            fb.jit(lambda a, b: (a + 1, b * 2), donate=donate)(base[:4], base[2:])
+        left, right = fb.jit(lambda a, b: (a + 1, b * 2), donate=donate)(base[:3], base[3:])
+        assert torch.equal(left, torch.tensor([1.0, 2.0, 3.0]))
+        assert torch.equal(right, torch.tensor([6.0, 8.0, 10.0]))
+
+    def test_a_view_of_a_donated_tensor_is_refused(self) -> None:
+        w = torch.ones(4)
+        view = w[:2]
+        fb.jit(lambda w: w + 1, donate=0)(w)
+        with pytest.raises(fb.DonatedError, match="x was donated to <lambda>"):
+            fb.jit(lambda x: x * 2)(view)
+
     def test_no_such_argument(self) -> None:
         with pytest.raises(ValueError, match="donate: argument 1 was not given"):
             fb.jit(lambda x: x + 1, donate=1)(torch.ones(1))
@@ -265,6 +310,34 @@ class TestLowered:
         state = parameters()
         fb.jit(update, donate=True).lower(state, torch.ones(2, 3, dtype=torch.float64))
         close(state, parameters())
+
+
+def test_asking_for_a_value_names_the_line() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            return x
+        return -x
+
+    with pytest.raises(TypeError, match=r"jit: fn asks for the value of a tensor \(line \d+: if x.sum\(\) > 0:\)"):
+        fb.jit(fn)(torch.ones(2))
+
+
+def test_collectives_are_listed() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
+            return x
+
+        (found,) = fb.jit(fn).lower(torch.ones(3, 4)).collectives
+        assert (found.op, found.count, found.bytes) == ("all_reduce", 2, 2 * 48)
+        assert found.axis == dist.group.WORLD.group_name
+        assert fb.jit(lambda x: x + 1).lower(torch.ones(1)).collectives == ()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_arguments_are_checked() -> None:

@@ -14,7 +14,7 @@ import functional_booster as fb
 from functional_booster.kernels import graph
 from functional_booster.sharding import region
 from functional_booster.sharding.environment import bind
-from functional_booster.sharding.remat import (
+from functional_booster.sharding.checkpoint_policies import (
     dots_saveable,
     everything_saveable,
     nothing_saveable,
@@ -247,3 +247,30 @@ def test_an_error_inside_a_region_is_the_functions_own() -> None:
 
     with pytest.raises(KeyError, match="what the function says"):
         fb.jit(broken).lower(torch.ones(2))
+
+
+@pytest.mark.parametrize("form", ["region", "nothing", "dots"])
+@pytest.mark.parametrize("outline", [False, True])
+def test_a_captured_tensor_is_refused_by_name(form: str, outline: bool) -> None:
+    """Its gradient would be lost without a word."""
+
+    def loss(scale: torch.Tensor) -> torch.Tensor:
+        return FORMS[form](lambda x: (x * scale).sum())(torch.ones(3))
+
+    if form == "region" and not outline:
+        assert torch.equal(fb.grad(loss)(torch.ones(3)), torch.ones(3))  # it is the function itself
+        return
+    with bind(outline=outline), pytest.raises(ValueError, match="scale: a region or remat closes over it"):
+        fb.grad(loss)(torch.ones(3))
+
+
+def test_a_captured_constant_is_fine() -> None:
+    table = torch.arange(3.0)
+    assert torch.equal(fb.grad(lambda x: fb.remat(lambda x: (x * table).sum())(x))(torch.ones(3)), table)
+
+
+def test_static_values_that_are_equal_but_differ() -> None:
+    scaled = fb.remat(lambda x, factor: x * factor, dots_saveable)
+    x = torch.tensor([1, 2])
+    assert scaled(x, 1).dtype == torch.int64
+    assert scaled(x, 1.0).dtype == torch.float32

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from functional_booster.kernels import attention as kernel
 from functional_booster.kernels import random
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.collectives import is_bound, leave
+from functional_booster.sharding.collectives import leave
+from functional_booster.sharding.environment import current
 from functional_booster.sharding.initializers import normal, ones, zeros
 from functional_booster.sharding.spec import P
 
@@ -64,8 +65,6 @@ def linear(params: Params, x: torch.Tensor) -> torch.Tensor:
 
 def linear_and_leave(params: Params, x: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out) with row-parallel weights: varying -> invariant over "tp". The bias is added once."""
-    if not is_bound("tp"):
-        return linear(params, x)
     out = leave(F.linear(x, params["weight"]), "tp")
     return out + params["bias"] if "bias" in params else out
 
@@ -164,8 +163,8 @@ def check_tokens(
 
 
 def dropout_key(key: torch.Tensor | None, train: bool, *rates: float) -> torch.Tensor | None:
-    """The key when there is something to drop, else None. Raises ValueError when it is missing."""
-    if not train or not any(rates):
+    """The key when there is something to drop, else None. Raises ValueError when it is missing in training."""
+    if not train or not any(rates) or current().evaluating:
         return None
     if key is None:
         raise ValueError("key: missing; a model with dropout needs one when train=True (or set its dropouts to 0)")

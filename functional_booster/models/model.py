@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from functional_booster.kernels import tree
-from functional_booster.losses import linear_next_token
+from functional_booster.losses import labels_from, linear_next_token
 from functional_booster.sharding.abstract import initialize
 
 Tree = tree.Tree
@@ -85,11 +85,7 @@ def _loss(
     mask = batch.get("attention_mask")
     labels = batch.get("labels")
     if labels is None:
-        labels = batch["input_ids"]
-        if mask is not None:
-            real = mask != 0
-            after_real = F.pad(real[:, :-1], (1, 0))  # what is predicted from padding does not count either
-            labels = torch.where(real & after_real, labels, options.get("ignore_index", -100))
+        labels = labels_from(batch["input_ids"], mask, options.get("ignore_index", -100))
     state = hidden(
         params,
         batch["input_ids"],

@@ -8,7 +8,7 @@ from .aliases import adam, adamw, sgd
 from .base import GradientTransformation, apply_updates, as_transformation, identity, leaf_labels, stateless
 from .clipping import clip, clip_by_global_norm, global_norm
 from .combine import chain, named_chain
-from .decay import add_decayed_weights
+from .decay import add_decayed_weights, matrices
 from .inject import InjectHyperparamsState, inject_hyperparams
 from .momentum import TraceState, trace
 from .partition import MaskedState, PartitionState, masked, partition
@@ -47,6 +47,7 @@ __all__ = [
     "leaf_labels",
     "learning_rate",
     "masked",
+    "matrices",
     "named_chain",
     "partition",
     "scale",

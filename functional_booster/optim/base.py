@@ -33,12 +33,34 @@ class GradientTransformation(NamedTuple):
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
-    """``tx`` itself, or a pair ``(init, update)`` as a GradientTransformation; raises TypeError for anything else."""
+    """``tx`` itself, or a pair ``(init, update)`` as a GradientTransformation; raises TypeError for anything else.
+
+    One that says nothing of groups knows plain trees alone, and is given those.
+    """
     if isinstance(tx, GradientTransformation):
-        return tx
+        return tx if tx.groups is not None else _of_plain_trees(tx.init, tx.update)
     if isinstance(tx, tuple) and len(tx) == 2 and all(callable(part) for part in tx):
-        return GradientTransformation(*tx)
+        return _of_plain_trees(*tx)
     raise TypeError(f"a transformation is a GradientTransformation or a pair (init, update), got {type(tx).__name__}")
+
+
+def _of_plain_trees(init: Callable[..., Any], update: Callable[..., Any]) -> GradientTransformation:
+    def is_flat(node: Any) -> bool:
+        return isinstance(node, flat.Flat)
+
+    def plain(values: Tree) -> Tree:
+        return tree.map(lambda node: flat.unravel(node) if is_flat(node) else node, values, is_leaf=is_flat)
+
+    def like(values: Tree, other: Tree) -> Tree:
+        nodes, structure = tree.flatten(other, is_leaf=is_flat)
+        parts = zip(nodes, tree.flatten_up_to(structure, values), strict=True)
+        return tree.unflatten(structure, [flat.ravel(v, node.layout) if is_flat(node) else v for node, v in parts])
+
+    def update_plain(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        new, state = update(plain(updates), state, None if params is None else plain(params))
+        return like(new, updates), state
+
+    return GradientTransformation(lambda params: init(plain(params)), update_plain)
 
 
 def elementwise(abstract: Tree) -> Tree:

@@ -25,3 +25,8 @@ def add_decayed_weights(weight_decay: Scalar = 0.0, mask: tree.Mask | None = Non
 
     tx = stateless(decayed, elementwise)
     return tx if mask is None else masked(tx, mask)
+
+
+def matrices(params: Tree) -> Tree:
+    """The mask of what weight decay is usually for: leaves of two dims or more, not biases and gains."""
+    return tree.map(lambda leaf: len(leaf.shape) > 1, params)
