@@ -52,7 +52,7 @@ def environment() -> dict[str, Any]:
 
 def publish(name: str, rows: list[dict[str, Any]], **more: Any) -> None:
     """Print the rows as a table and write them to ``results/NAME.json``."""
-    table = Table(title=name, *rows[0])
+    table = Table(*rows[0], title=name)
     for row in rows:
         table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     Console(file=sys.stdout).print(table)

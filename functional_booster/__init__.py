@@ -58,7 +58,7 @@ __all__ = [
     "schedules",
     "trackers",
     "tree",
-    "vjp",
     "visualize",
+    "vjp",
     "vmap",
 ]

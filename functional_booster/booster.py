@@ -19,7 +19,7 @@ from functional_booster.precision import Policy, cast, policy_of
 from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
 
-from .donation import consume
+from .donation import consume, consumed_by, refuse_consumed
 from .jit import Jitted, jit
 from .lowered import Lowered
 from .models.model import Model
@@ -32,11 +32,12 @@ Tree = tree.Tree
 class Booster:
     """``Booster(device=None, mixed_precision=None, plugin=None)``, Colossal-AI's entry point; it keeps no state.
 
-    ``device``: where states live (None: the GPU if there is one, else the CPU). ``mixed_precision``: None, "fp32", "bf16"
-    or a Policy. ``plugin``: None, one device. Raises ValueError for an unknown name or device, TypeError for other types.
+    ``device``: where states live (None: the GPU if there is one, else the CPU). ``mixed_precision``: None, "fp32",
+    "bf16" or a Policy. ``plugin``: None, one device. Raises ValueError for an unknown name or device, TypeError for
+    other types.
     """
 
-    device: str | torch.device | None = None
+    device: Any = None
     mixed_precision: str | Policy | None = None
     plugin: None = None
 
@@ -89,11 +90,11 @@ class Booster:
     ) -> TrainStep:
         """The function ``(state, batch) -> (state, metrics)``: forward, backward, clipping and update, as one graph.
 
-        ``loss_fn(params, batch, key)`` returns ``(sum, weight)``, ``(sum, weight, aux)`` or a mean over rows; ``key`` may
-        be left out, ``buffers`` asked for by name. The batch is cut along dim 0 into ``accumulate`` microbatches (two
-        graphs then); gradients are summed, divided once by the summed weight, and clipped to ``max_norm``. With
-        ``skip_nonfinite`` a step whose gradient norm is not finite leaves parameters, optimizer and schedule as they are.
-        With ``donate`` the new state takes over the old one's storage, and the old one is refused afterwards.
+        ``loss_fn(params, batch, key)`` returns ``(sum, weight)``, ``(sum, weight, aux)`` or a mean over rows; ``key``
+        may be left out, ``buffers`` asked for by name. The batch is cut along dim 0 into ``accumulate`` microbatches
+        (two graphs then); gradients are summed, divided once by the summed weight, and clipped to ``max_norm``. With
+        ``skip_nonfinite`` a step whose gradient norm is not finite leaves parameters, optimizer and schedule as they
+        are. With ``donate`` the new state takes over the old one's storage, and the old one is refused afterwards.
 
         ``metrics``: 0-d tensors, not yet computed when the step returns: loss, grad_norm, lr, tokens (the weight),
         skipped, loss_scale, and aux.
@@ -161,7 +162,7 @@ class Booster:
         optimizer.backward(loss)
 
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context in which gradients are added up and not synchronized; on one device there is nothing to hold back."""
+        """A context in which gradients are added up and not synchronized; one device has nothing to hold back."""
         return contextlib.nullcontext()
 
     def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
@@ -181,7 +182,7 @@ class Booster:
         placed = tree.map(lambda leaf: leaf.to(device, copy=True), cast(typed, self.policy.param))
         described = tree.map(
             lambda leaf, info: ArrayInfo(
-                info.shape, leaf.dtype, info.spec, None, info.trainable and leaf.is_floating_point()
+                info.shape, leaf.dtype, info.spec, None, info.trainable and transforms.is_differentiable(leaf)
             ),
             placed,
             model.abstract,
@@ -277,10 +278,13 @@ def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
 
 
 def _without_tape(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, off autograd's tape: gradients through it are taken with fb.grad, and a loop must not drag a tape along."""
+    """``fn``, off autograd's tape, which a loop must not drag along: gradients through it are fb.grad's."""
 
     @functools.wraps(fn)
     def wrapped(*args: Any) -> Any:
+        leaves = tree.leaves(args)
+        if any(map(consumed_by, leaves)):
+            refuse_consumed(tree.names(args), leaves)
         with contextlib.nullcontext() if graph.transforms() or graph.is_tracing() else torch.no_grad():
             return fn(*args)
 

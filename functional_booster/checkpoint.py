@@ -6,72 +6,69 @@ The data file is written under a new name and synced; then the manifest that nam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import secrets
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from functional_booster.kernels import flat, tree
 from functional_booster.sharding.abstract import ArrayInfo
 
+from . import locking
+from .donation import refuse_consumed
 from .state import TrainState, disassemble
 
 Tree = tree.Tree
 MANIFEST = "manifest.json"
 FORMAT = "functional_booster/1"
+_DATA = re.compile(r"state-[0-9a-f]{16}\.safetensors")
+_LEFTOVER = re.compile(rf"{_DATA.pattern}|{re.escape(MANIFEST)}\.[0-9a-f]{{8}}")  # a save that died leaves such files
+_FITS: dict[str, Callable[[Any], bool]] = {  # what a manifest holds
+    "data": lambda value: isinstance(value, str) and _DATA.fullmatch(value) is not None,
+    "sha256": lambda value: isinstance(value, str),
+    "step": lambda value: type(value) is int,
+    "position": lambda value: type(value) is int,
+    "leaves": lambda value: isinstance(value, dict) and all(map(_is_description, value.values())),
+}
 
 
 def save(path: str | os.PathLike[str], state: TrainState) -> None:
     """Write ``state`` to the directory ``path``, in place of the checkpoint that may be there.
 
-    Raises TypeError for no state, FileExistsError where ``path`` holds something else, OSError (with the path) where it
+    Processes that save to one path take turns; the last one's state stays. Raises TypeError for no state, DonatedError
+    for one that was donated, FileExistsError where ``path`` holds something else, OSError (with the path) where it
     cannot be written; the old checkpoint is whole in each case.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state: {type(state).__name__}, expected a TrainState")
+    named = named_tensors(state)
+    refuse_consumed(list(named), list(named.values()))
     directory = Path(path)
-    if directory.exists() and not directory.is_dir():
-        raise FileExistsError(f"{directory} is a file, expected a directory for the checkpoint")
-    if (
-        directory.is_dir()
-        and not (directory / MANIFEST).exists()
-        and any(p.name[:6] != "state-" for p in directory.iterdir())
-    ):
-        raise FileExistsError(f"{directory} holds other files and no checkpoint, and is left as it is")
-    tensors = {name: leaf.detach().cpu().contiguous().clone() for name, leaf in named_tensors(state).items()}
-    data = directory / f"state-{secrets.token_hex(8)}.safetensors"
+    _refuse_others(directory)
+    made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, data)
-        _sync(data)
-        manifest = {
-            "format": FORMAT,
-            "data": data.name,
-            "sha256": _sha256(data),
-            "step": int(state.step),
-            "position": int(state.position),
-            "torch": torch.__version__,
-            "leaves": {name: {"shape": list(leaf.shape), "dtype": _dtype(leaf)} for name, leaf in tensors.items()},
-        }
-        fresh = directory / f"{MANIFEST}.{secrets.token_hex(4)}"
-        fresh.write_text(json.dumps(manifest, indent=1))
-        _sync(fresh)
-        os.replace(fresh, directory / MANIFEST)
-        _sync(directory)
+        with locking.exclusive(directory, wait=True) as alone:
+            _publish(directory, _on_host(named), {"step": int(state.step), "position": int(state.position)}, alone)
     except BaseException as error:
-        _clean(directory, keep=_current(directory))
-        if isinstance(error, (OSError, RuntimeError)) or type(error).__name__ == "SafetensorError":
+        if made:
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
+                directory.rmdir()
+        if isinstance(error, (OSError, RuntimeError, SafetensorError)):
             raise OSError(
                 f"the checkpoint {directory} could not be written ({error}); what was there before is whole"
             ) from error
         raise
-    _clean(directory, keep=data.name)
 
 
 def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainState:
@@ -82,24 +79,29 @@ def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainSt
     """
     manifest = read_manifest(path)
     data = Path(path) / manifest["data"]
-    if not data.exists() or _sha256(data) != manifest["sha256"]:
-        raise ValueError(
-            f"{path}: {manifest['data']} is {'damaged' if data.exists() else 'missing'}: its checksum does not match"
-        )
+    if not data.is_file():
+        raise ValueError(f"{path}: {data.name} is missing")
+    if _sha256(data) != manifest["sha256"]:
+        raise ValueError(f"{path}: {data.name} is damaged: its checksum does not match")
     wanted = named_tensors(like)
     saved = manifest["leaves"]
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
     problems += [f"{name}: not in the model and optimizer" for name in saved if name not in wanted]
     for name in wanted.keys() & saved.keys():
-        given, expected = saved[name], {"shape": list(wanted[name].shape), "dtype": _dtype(wanted[name])}
+        given, expected = saved[name], _described(wanted[name])
         if given != expected:
             problems.append(
                 f"{name}: {given['dtype']}{given['shape']}, expected {expected['dtype']}{expected['shape']}"
             )
     if problems:
         raise ValueError(f"{path} does not fit:\n  " + "\n  ".join(sorted(problems)))
-    with safe_open(data, framework="pt", device=str(device)) as file:
-        tensors = {name: file.get_tensor(name) for name in wanted}
+    try:
+        with safe_open(data, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in wanted}
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {data.name} is damaged: {error}") from error
+    if wrong := next((name for name, leaf in tensors.items() if _described(leaf) != saved[name]), None):
+        raise ValueError(f"{path}: {data.name} is damaged: {wrong} is not what {MANIFEST} says")
     return _restore(like, tensors)
 
 
@@ -107,19 +109,81 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The manifest of a checkpoint; raises FileNotFoundError or ValueError for a path that is none."""
     file = Path(path) / MANIFEST
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(f"{path} is no checkpoint: it has no {MANIFEST}") from error
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no manifest of a checkpoint: {error}") from error
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"{file} has another format than {FORMAT!r}")
+    if wrong := next((key for key, fits in _FITS.items() if not fits(manifest.get(key))), None):
+        raise ValueError(f"{file} is damaged: {wrong!r} is missing, or not what it should be")
     return manifest
 
 
 def named_tensors(state: TrainState) -> dict[str, Any]:
     """{name: leaf} of a state, as the model names them, whatever the layout: params.*, opt_state.*, step, ..."""
     return tree.named_leaves(_plain(state))
+
+
+def _publish(directory: Path, tensors: dict[str, torch.Tensor], counters: dict[str, int], alone: bool) -> None:
+    """Write the tensors, then the manifest that names them, and remove what no manifest names any more.
+
+    ``alone``: no other process can be at work here, so that every leftover is a dead one.
+    """
+    replaced = _current(directory)
+    data = directory / f"state-{secrets.token_hex(8)}.safetensors"
+    fresh = directory / f"{MANIFEST}.{secrets.token_hex(4)}"
+    try:
+        save_file(tensors, data)
+        manifest = {
+            "format": FORMAT,
+            "data": data.name,
+            "sha256": _sha256(data),
+            **counters,
+            "torch": torch.__version__,
+            "leaves": {name: _described(leaf) for name, leaf in tensors.items()},
+        }
+        fresh.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        data.chmod(stat.S_IMODE(fresh.stat().st_mode))  # as the umask says; safetensors writes for the owner alone
+        _sync(data)
+        _sync(fresh)
+        os.replace(fresh, directory / MANIFEST)
+        _sync(directory)
+    finally:
+        dead = {file.name for file in directory.iterdir()} if alone else {replaced, data.name, fresh.name}
+        for name in dead - {_current(directory), None}:
+            if _LEFTOVER.fullmatch(name):
+                (directory / name).unlink(missing_ok=True)
+
+
+def _refuse_others(directory: Path) -> None:
+    """Raise FileExistsError where ``directory`` holds something, and that is neither a checkpoint nor left of one."""
+    if directory.exists() and not directory.is_dir():
+        raise FileExistsError(f"{directory} is a file, expected a directory for the checkpoint")
+    if (directory / MANIFEST).exists():
+        try:
+            read_manifest(directory)
+        except ValueError as error:
+            raise FileExistsError(f"{error}; it is left as it is") from error
+    elif directory.exists() and (
+        other := next((file.name for file in directory.iterdir() if not _LEFTOVER.fullmatch(file.name)), None)
+    ):
+        raise FileExistsError(f"{directory} holds other files ({other}) and no checkpoint, and is left as it is")
+
+
+def _on_host(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in the host's memory: a copy from a device, on the CPU views of the state itself where possible.
+
+    safetensors refuses memory that two of them share: of those that overlap, the later ones are copied.
+    """
+    hosted = {name: leaf.detach().cpu().contiguous() for name, leaf in named.items()}
+    reach = 0
+    for name, leaf in sorted(hosted.items(), key=lambda item: item[1].data_ptr()):
+        if leaf.data_ptr() < reach:
+            hosted[name] = leaf.clone()
+        reach = max(reach, leaf.data_ptr() + leaf.numel() * leaf.element_size())
+    return hosted
 
 
 def _plain(state: TrainState) -> dict[str, Tree]:
@@ -156,8 +220,17 @@ def _is_flat(node: Any) -> bool:
     return isinstance(node, flat.Flat)
 
 
-def _dtype(leaf: Any) -> str:
-    return str(leaf.dtype).removeprefix("torch.")
+def _described(leaf: Any) -> dict[str, Any]:
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
+
+
+def _is_description(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, dict)
+        and leaf.keys() == {"shape", "dtype"}
+        and isinstance(leaf["shape"], list)
+        and isinstance(leaf["dtype"], str)
+    )
 
 
 def _sha256(file: Path) -> str:
@@ -179,12 +252,3 @@ def _current(directory: Path) -> str | None:
         return read_manifest(directory)["data"]
     except (OSError, ValueError):
         return None
-
-
-def _clean(directory: Path, keep: str | None) -> None:
-    """Remove data and manifests that no manifest names: what a crash, or the checkpoint before, has left."""
-    if not directory.is_dir():
-        return
-    for file in [*directory.glob("state-*.safetensors"), *directory.glob(f"{MANIFEST}.*")]:
-        if file.name != keep:
-            file.unlink(missing_ok=True)

@@ -25,8 +25,12 @@ _NOT_SOURCE = frozenset({"__pycache__", "site-packages", "dist-packages", "test"
 _SNIFFED = 8192  # bytes looked at to tell text from binary, as git does
 
 
-def text_files(path: str | os.PathLike[str] | None = None) -> list[Path]:
+def text_files(
+    path: str | os.PathLike[str] | None = None, without: str | os.PathLike[str] | None = None
+) -> list[Path]:
     """The text files at ``path``: the file itself, or every readable one under a folder, sorted by relative name.
+
+    What lies in the folder ``without`` is left out: a run writes there, and its text must not change.
 
     None stands for the source of Python's standard library (without its tests), which is real text on every machine. A
     file is text when its first 8 KiB hold no NUL byte; hidden files and folders are left out. Raises FileNotFoundError
@@ -41,11 +45,16 @@ def text_files(path: str | os.PathLike[str] | None = None) -> list[Path]:
         if not _is_text(root):
             raise ValueError(f"{root}: holds NUL bytes, expected a text file")
         return [root]
+    if not root.is_dir():
+        raise ValueError(f"{root}: a device or a pipe, expected a text file or a folder of them")
     relative = (file.relative_to(root) for file in root.rglob("*.py" if path is None else "*"))
     wanted = (name for name in relative if not any(part.startswith(".") for part in name.parts))
     if path is None:
         wanted = (name for name in wanted if _NOT_SOURCE.isdisjoint(name.parts))
     files = [root / name for name in sorted(wanted, key=Path.as_posix)]
+    if without is not None:
+        skipped = Path(without).resolve()
+        files = [file for file in files if skipped not in file.resolve().parents]
     texts = [file for file in files if file.is_file() and os.access(file, os.R_OK) and _is_text(file)]
     if not texts:
         raise ValueError(f"{root}: no readable text file in this folder")
@@ -53,12 +62,12 @@ def text_files(path: str | os.PathLike[str] | None = None) -> list[Path]:
 
 
 def bytes_of(files: Iterable[str | os.PathLike[str]]) -> torch.Tensor:
-    """The files' bytes joined by a newline: uint8 (N,). Raises ValueError, naming the files, when there is not one."""
+    """The files' bytes joined by a newline: uint8 (N,). Raises ValueError, naming the files, when all are empty."""
     paths = [Path(file) for file in files]
-    text = bytearray(SEPARATOR.join(path.read_bytes() for path in paths))
-    if not text:
+    contents = [path.read_bytes() for path in paths]
+    if not any(contents):
         raise ValueError(f"{', '.join(map(str, paths)) or 'no files'}: empty, expected text")
-    return torch.frombuffer(text, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(SEPARATOR.join(contents)), dtype=torch.uint8)
 
 
 def split(text: torch.Tensor, fraction: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,7 +24,8 @@ def consume(argument: Any, taker: str) -> None:
     for leaf in tree.leaves(argument):
         if isinstance(leaf, torch.Tensor):
             setattr(leaf, _CONSUMED, taker)
-    for node in tree.leaves(argument, is_leaf=_can_be_emptied):
+    nodes = [argument] if _can_be_emptied(argument) else tree.leaves(argument, is_leaf=_can_be_emptied)
+    for node in nodes:
         if _can_be_emptied(node):
             vars(node).clear()
             object.__setattr__(node, "consumed_by", taker)

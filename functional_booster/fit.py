@@ -70,9 +70,9 @@ def fit(
     mfu where FLOPs per token and the peak in FLOP/s are known, and peak_memory in bytes on CUDA.
 
     Ctrl-C and SIGTERM finish the running step, close the hooks (a checkpoint is saved) and return; a second one ends
-    at once. An error in the data or a hook closes the hooks with the last good state before it goes on; one in the step
-    itself closes them without, since the state was donated, and so does a FloatingPointError. Raises ValueError for
-    steps or log_every below 1.
+    at once. An error closes the hooks with the last good state before it goes on; one in a step that had consumed its
+    state already closes them without, and so does a FloatingPointError. Raises ValueError for steps or log_every
+    below 1.
     """
     for name, value in (("steps", steps), ("log_every", log_every)):
         if value < 1:

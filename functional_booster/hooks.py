@@ -76,6 +76,7 @@ class Checkpoint:
     """A hook that calls ``save(path, state)`` every so many steps and at the end, however it comes.
 
     ``path`` may hold ``{step}``; without, one checkpoint is written over again, which ``save`` must do atomically.
+    Parameters that are not finite are never saved: FloatingPointError, naming the leaf, and the checkpoint before stays.
     """
 
     save: Callable[[str, Any], Any]
@@ -98,6 +99,7 @@ class Checkpoint:
             self._write(n, state)
 
     def _write(self, n: int, state: Any) -> None:
+        debug.check_finite(getattr(state, "params", None), f"step {n}: params")
         self.save(os.fspath(self.path).replace("{step}", str(n)), state)
         self._saved = n
 

@@ -134,12 +134,15 @@ class BoostedModel(nn.Module):
 
 
 class BoostedOptimizer:
-    """A torch optimizer's handle on the pure transform: ``param_groups`` are its own, so schedulers work on them."""
+    """A torch optimizer's handle on the pure transform, for the parameters in its ``param_groups``."""
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, converted: FromTorch) -> None:
         self._run = run
         self._converted = converted
         self._norm: torch.Tensor | None = None
+        names = {own: name for name, own in run.module.named_parameters()}
+        members = [names[own] for group in optimizer.param_groups for own in group["params"]]
+        self._parameters = {name: run.parameters[name] for name in members}  # as in torch, other ones are left alone
         self.optimizer = optimizer
         self.skipped: torch.Tensor | None = None
 
@@ -179,8 +182,8 @@ class BoostedOptimizer:
         run = self._run
         whole = self._state_for(gradients)
         part = run.state.replace(
-            storage={name: run.parameters[name].detach() for name in gradients},
-            opt_state=whole._replace(inner={name: whole.inner[name] for name in gradients if name in whole.inner}),
+            storage={name: self._parameters[name].detach() for name in gradients},
+            opt_state=whole._replace(inner={name: whole.inner[name] for name in gradients}),
         )
         one = torch.ones((), device=run.state.step.device)
         sums = step.Sums(gradients, one, one, {}, run.state.buffers)
@@ -188,14 +191,14 @@ class BoostedOptimizer:
             new, metrics = step.update(step.Recipe(_no_loss, self._converted.tx, run.policy), part, sums)
             values: Any = new.storage
             for name, value in values.items():
-                run.parameters[name].copy_(value)
+                self._parameters[name].copy_(value)
         opt_state = new.opt_state._replace(inner={**whole.inner, **new.opt_state.inner})
         run.state = new.replace(storage=run.state.storage, opt_state=opt_state, position=run.state.position)
         self.skipped = metrics["skipped"]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        for parameter in self._run.parameters.values():
+        for parameter in self._parameters.values():
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
@@ -247,7 +250,7 @@ class BoostedOptimizer:
         """Load what ``state_dict`` gave, as copies. Raises ValueError, with the whole list, where it does not fit."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError("state_dict: expected what state_dict() of a boosted optimizer gave: state, param_groups")
-        state = self._state_for([name for name, leaf in self._run.parameters.items() if leaf.requires_grad])
+        state = self._state_for([name for name, leaf in self._parameters.items() if leaf.requires_grad])
         now, given = tree.named_leaves(state.inner), state_dict["state"]
         problems = [f"{name}: missing" for name in now if name not in given]
         problems += [f"{name}: unexpected" for name in given if name not in now]
@@ -279,13 +282,13 @@ class BoostedOptimizer:
         return self.optimizer
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """{name: gradient} of the parameters that have one."""
-        return {name: leaf.grad for name, leaf in self._run.parameters.items() if leaf.grad is not None}
+        """{name: gradient} of the optimizer's parameters that have one."""
+        return {name: leaf.grad for name, leaf in self._parameters.items() if leaf.grad is not None}
 
     def _state_for(self, names: Iterable[str]) -> FromTorchState:
         """The state before a step of these parameters: with a new one for each that was frozen until now."""
         state = self._converted.refresh(self._run.state.opt_state)
-        thawed = {name: self._run.parameters[name].detach() for name in names if name not in state.inner}
+        thawed = {name: self._parameters[name].detach() for name in names if name not in state.inner}
         return state._replace(inner={**state.inner, **self._converted.tx.init(thawed).inner}) if thawed else state
 
 
@@ -321,6 +324,8 @@ def boost(
     if lr_scheduler is not None:
         if not hasattr(lr_scheduler, "step") or not hasattr(lr_scheduler, "optimizer"):
             raise TypeError(f"lr_scheduler: {type(lr_scheduler).__name__}, expected a torch scheduler")
+        if optimizer is None:
+            raise ValueError("lr_scheduler: it belongs to an optimizer, but no optimizer was given")
         if lr_scheduler.optimizer is not optimizer:
             raise ValueError("lr_scheduler: it belongs to another optimizer than the one given")
     model = functionalize(module)

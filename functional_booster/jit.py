@@ -35,9 +35,9 @@ def jit(
 
     Arguments are trees; their tensors are inputs, everything else in them is static (hashable, and part of the key).
     ``donate`` names positional arguments (True: the first) whose storage the results take over: they are consumed.
-    ``options`` go to Inductor's config. Under grad, vmap, autograd or another jit, ``fn`` itself is run. Raises TypeError
-    for an unhashable static leaf, ValueError for a donated tensor that shares storage with another argument, DonatedError
-    for an argument that was donated before.
+    ``options`` go to Inductor's config. Under grad, vmap, autograd or another jit, ``fn`` itself is run. Raises
+    TypeError for an unhashable static leaf, ValueError for a donated tensor that shares storage with another argument,
+    DonatedError for an argument that was donated before.
     """
     if not callable(fn):
         raise TypeError(f"fn: {type(fn).__name__}, expected a function")
@@ -85,15 +85,8 @@ class Jitted:
         return self if instance is None else types.MethodType(self, instance)
 
     def lower(self, *args: Tree, **kwargs: Tree) -> Lowered:
-        """The traced graph of this call, with its operations, memory and collectives; nothing runs, nothing is consumed."""
+        """The traced graph of this call, with its FLOPs, memory and collectives; nothing runs or is consumed."""
         return _trace(self, _Call.of(self.fn, args, kwargs))[0]
-
-    def artifact(self, *args: Tree, **kwargs: Tree) -> tuple[graphs.Runnable, list[torch.Tensor]]:
-        """The compiled function of flat tensors that this call would run, and the tensors it would hand it (compiles on need)."""
-        leaves, structure = tree.flatten((args, kwargs))
-        key = (structure, environment.current().key, _autocast(), *map(_signature, leaves))
-        entry = self._entries.get(key) or self._compile(key, args, kwargs)
-        return entry.run, [leaves[place] for place in entry.places]
 
     def _compile(self, key: Any, args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> _Entry:
         call = _Call.of(self.fn, args, kwargs)
@@ -172,7 +165,7 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Output:
-    """Where a leaf of the result comes from: the graph's result, an input (donated or handed through), or a constant."""
+    """Where a leaf of the result comes from: the graph, an input (donated or handed through), a constant."""
 
     kind: str
     index: int = -1
@@ -236,8 +229,8 @@ def _trace(jitted: Jitted, call: _Call) -> tuple[Lowered, _Outputs]:
             traced = graphs.trace(flat, [call.leaves[place] for place in places])
     except GuardOnDataDependentSymNode as error:
         raise TypeError(
-            f"jit: {jitted.__name__} asks for the value of a tensor{_where(jitted.fn, error)}, but it is traced without "
-            "values: use torch.where, or jit=False"
+            f"jit: {jitted.__name__} asks for the value of a tensor{_where(jitted.fn, error)}, but it is traced "
+            "without values: use torch.where, or jit=False"
         ) from error
     names = tuple(call.names[place] for place in places)
     return Lowered(jitted.__name__, traced, names, tuple(donated[place] for place in places)), recorded[0]
@@ -253,7 +246,7 @@ def _where(fn: Callable[..., Any], error: BaseException) -> str:
 def _assign(
     leaves: list[Any], inputs: list[Any], donated: tuple[bool, ...]
 ) -> tuple[list[_Output], list[torch.Tensor]]:
-    """Give each result leaf its place: what is an input stays it, what fits a donated input is written there at the end."""
+    """Give each result leaf its place: an input stays it, what fits a donated input is written there at the end."""
     by_identity = {id(leaf): place for place, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
     free = [place for place, give in enumerate(donated) if give]
     outputs: list[_Output] = []

@@ -41,7 +41,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The graph of one call. ``names`` are its tensors' names, in order; ``donated`` says whose storage is taken over."""
+    """The graph of one call: ``names`` of its tensors, in order, and ``donated``, whose storage is taken over."""
 
     name: str
     module: GraphModule
@@ -69,14 +69,15 @@ class Lowered:
         found: dict[tuple[str, str], list[int]] = {}
         for module in _modules(self.module):
             for node in module.graph.nodes:
-                if getattr(node.target, "namespace", "") == "_c10d_functional" and not _waits(node):
+                op: Any = node.target
+                if getattr(op, "namespace", "") == "_c10d_functional" and op._opname != "wait_tensor":
                     group = next((str(arg) for arg in reversed(node.args) if isinstance(arg, str)), "")
-                    found.setdefault((node.target._opname, group), []).append(_nbytes(node.meta.get("val")))
+                    found.setdefault((op._opname, group), []).append(_nbytes(node.meta.get("val")))
         return tuple(Collective(op, axis, len(sizes), sum(sizes)) for (op, axis), sizes in found.items())
 
     @property
     def memory(self) -> Memory:
-        """An estimate before compilation, which may fuse temporaries away; recomputed or reordered values are not known."""
+        """An estimate before compilation, which may fuse temporaries away, and reorder."""
         examples = graphs.examples_of(self.module)
         return Memory(
             arguments=sum(map(_nbytes, examples)),
@@ -108,10 +109,6 @@ def _modules(module: GraphModule) -> Iterator[GraphModule]:
     for node in module.graph.nodes:
         if node.target is region.call_op:
             yield from _modules(region.programs[str(node.args[0])].graph)
-
-
-def _waits(node: Node) -> bool:
-    return node.target._opname == "wait_tensor"  # type: ignore[union-attr]
 
 
 def _flops(module: GraphModule) -> int:

@@ -14,6 +14,7 @@ from functional_booster.sharding.abstract import ArrayInfo
 from .donation import DonatedError, refuse_consumed
 
 Tree = tree.Tree
+Structure = tree.Structure
 
 
 @tree.hash_once
@@ -22,7 +23,7 @@ class Abstract:
     """The abstract tree of the parameters (leaves: ArrayInfo), hashable."""
 
     infos: tuple[ArrayInfo, ...]
-    structure: tree.Structure
+    structure: Structure
 
     @classmethod
     def of(cls, abstract: Tree) -> Abstract:

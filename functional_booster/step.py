@@ -29,7 +29,7 @@ RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "skipped", "loss_scal
 
 @dataclass(frozen=True)
 class Sums:
-    """What microbatches add up to: gradients of the loss sum, loss sum, weight, aux times weight, and the newest buffers."""
+    """What microbatches add up to: gradients, loss sum, weight, aux times weight, and the newest buffers."""
 
     grads: Tree
     loss: torch.Tensor
@@ -93,8 +93,8 @@ def zeros(recipe: Recipe, state: TrainState, batch: Tree) -> Sums:
 
 def add(sums: Sums, more: Sums) -> Sums:
     """The sums of both; buffers are the later ones."""
-    total = tree.map(torch.add, *((s.grads, s.loss, s.weight, s.aux) for s in (sums, more)))
-    return Sums(*total, more.buffers)
+    grads, loss, weight, aux = tree.map(torch.add, *((s.grads, s.loss, s.weight, s.aux) for s in (sums, more)))
+    return Sums(grads, loss, weight, aux, more.buffers)
 
 
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
@@ -131,7 +131,7 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
 
 
 def select(condition: torch.Tensor, new: Tree, old: Tree) -> Tree:
-    """``new`` where the 0-d condition holds, else ``old``; decided on the device, unless that is the CPU and it is at hand."""
+    """``new`` where the 0-d condition holds, else ``old``: decided on the device, by Python on the CPU."""
     if condition.device.type == "cpu" and not graph.transforms() and not graph.is_tracing():
         return new if bool(condition) else old
     return tree.map(
@@ -181,7 +181,7 @@ def mean(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def microbatches(batch: Tree, number: int) -> list[Tree]:
-    """The batch cut along dim 0 into ``number`` equal parts; 0-d leaves go to each. Raises ValueError, naming the sizes."""
+    """The batch cut along dim 0 into ``number`` equal parts; 0-d leaves go to each. Raises ValueError."""
     if number == 1:
         return [batch]
     rows = _rows(batch)
@@ -196,6 +196,11 @@ def microbatches(batch: Tree, number: int) -> list[Tree]:
 
 def check_batch(batch: Tree, device: torch.device) -> None:
     """Raise, naming the leaf, for a batch that is no tree of tensors with one dim 0 on the state's device."""
+    leaves = tree.leaves(batch)
+    if leaves and all(isinstance(leaf, torch.Tensor) and leaf.device == device and leaf.dim() for leaf in leaves):
+        sizes = {leaf.shape[0] for leaf in leaves}
+        if len(sizes) == 1 and 0 not in sizes:
+            return  # as it should be; names cost time
     named = tree.named_leaves(batch)
     if not named:
         raise ValueError("batch: no tensors in it")

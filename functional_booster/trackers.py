@@ -13,6 +13,8 @@ from typing import IO, Any, Protocol
 
 Metrics = Mapping[str, float]
 
+_NARROW = 80  # columns; the bar has no room for more than the loss below that
+
 
 class Tracker(Protocol):
     """Takes the metrics of a step, step numbers rising; ``close`` once at the end."""
@@ -65,15 +67,16 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
     Raises ValueError, naming path and line, for any other line that is no record.
     """
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
+    lines = Path(path).read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # a whole line ends in a newline: the rest is cut off, or empty
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             record = None
-        if not isinstance(record, dict) or "step" not in record:
-            raise ValueError(f"{path}, line {number}: {line[:60]!r}, expected a JSON object with a step")
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            text = line[:60].decode("utf-8", errors="replace")
+            raise ValueError(f"{path}, line {number}: {text!r}, expected a JSON object with a whole number as step")
         records.append(record)
     return records
 
@@ -100,10 +103,13 @@ class TensorBoardTracker:
 class ProgressTracker:
     """A live bar with loss, tokens a second and time left; where no one watches (no terminal), a line now and then.
 
-    ``total`` is the number of steps of the run, ``start`` where it begins, ``interval`` the seconds between two lines.
+    ``total`` is the number of steps of the run, ``start`` where it begins, ``interval`` the seconds between two lines,
+    ``waiting`` what the bar says until the first step is done. A narrow terminal shows the loss alone.
     """
 
-    def __init__(self, total: int, start: int = 0, console: Any = None, interval: float = 10.0) -> None:
+    def __init__(
+        self, total: int, start: int = 0, console: Any = None, interval: float = 10.0, waiting: str = "starting"
+    ) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -123,7 +129,7 @@ class ProgressTracker:
             expand=True,
             disable=not self._live,
         )
-        self._task = self._bar.add_task("starting", total=total, completed=start, numbers="")
+        self._task = self._bar.add_task(waiting, total=total, completed=start, numbers="")
         self._bar.start()
 
     def log(self, step: int, metrics: Metrics) -> None:
@@ -131,6 +137,8 @@ class ProgressTracker:
         self._latest |= metrics
         numbers = "  ".join(_readable(self._latest))
         if self._live:
+            if self._console.width < _NARROW:
+                numbers = "".join(_readable({"loss": self._latest["loss"]} if "loss" in self._latest else {}))
             self._bar.update(self._task, description="training", completed=step, numbers=numbers)
             return
         now = time.monotonic()

@@ -13,7 +13,7 @@ import hashlib
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -99,13 +99,14 @@ def outside_transforms(fn: Callable[[], T]) -> T:
 
 
 def transforms() -> tuple[str, ...]:
-    """The active transforms, outermost first: "Grad", "Vmap", "Jvp", "Functionalize" (torch.func's, and ``on_the_tape``)."""
+    """The active transforms, outermost first: "Grad", "Vmap", "Jvp", "Functionalize" (torch.func's, and
+    ``on_the_tape``)."""
     stack = torch._C._functorch.get_interpreter_stack() or []
     return (*_tapes.get(), *(interpreter.key().name for interpreter in stack))
 
 
 @contextlib.contextmanager
-def on_the_tape() -> Iterator[None]:
+def on_the_tape() -> Generator[None]:
     """Count as a "Grad" what is computed inside: its gradient is taken by autograd's tape."""
     token = _tapes.set((*_tapes.get(), "Grad"))
     try:
@@ -126,7 +127,7 @@ def is_tracing() -> bool:
 
 def shares_storage(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether the tensors are views of one storage (right for fake tensors, too)."""
-    return torch._C._is_alias_of(first, second)
+    return torch._C._is_alias_of(first, second)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ def compile(graph: GraphModule, examples: Sequence[torch.Tensor], options: dict[
     if any(example.device.type == "cpu" for example in examples) and not has_cpp_compiler():
         return graph
     with torch.no_grad():
-        return compile_fx(graph, list(examples), config_patches=options, decompositions=decompositions())
+        compiled: Any = compile_fx(graph, list(examples), config_patches=options, decompositions=decompositions())
+    return compiled
 
 
 @functools.cache
@@ -251,8 +253,8 @@ def has_cpp_compiler() -> bool:
         get_cpp_compiler()
     except (exc.InvalidCxxCompiler, RuntimeError):
         warnings.warn(
-            "jit: no C++ compiler was found, so traced graphs run uncompiled on CPU (the same numbers, slower); install "
-            "g++ or set CXX",
+            "jit: no C++ compiler was found, so traced graphs run uncompiled on CPU (the same numbers, slower); "
+            "install g++ or set CXX",
             stacklevel=2,
         )
         return False

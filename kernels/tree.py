@@ -87,7 +87,8 @@ def named_leaves(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> di
     if len(named) < len(keys):
         twice = next(key for index, key in enumerate(keys) if key in keys[:index])
         raise ValueError(
-            f"two leaves of the tree have the name {twice!r}: a key with a dot in it hides a nested key, or keys differ in their type alone"
+            f"two leaves of the tree have the name {twice!r}: a key with a dot in it hides a nested key, or keys "
+            "differ in their type alone"
         )
     return named
 
@@ -191,7 +192,8 @@ def hash_once(cls: type[T]) -> type[T]:
 
     Equality looks at identity first. Static fields of nodes are hashed at each call of a jitted function.
     """
-    plain_hash, plain_eq = cls.__hash__, cls.__eq__
+    plain_hash: Any = cls.__hash__
+    plain_eq: Any = cls.__eq__
 
     def hash_(self: Any) -> int:
         try:

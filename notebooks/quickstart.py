@@ -11,11 +11,11 @@
 # %% [markdown]
 # # Quickstart: a training step is a function
 #
-# A model is a pair of pure functions over a tree of parameters; an optimizer is a pair of pure functions; a training step
-# is a function `(state, batch) -> (state, metrics)`. This notebook trains a small GPT on the source code of Python's
-# standard library, looks at the step as a graph, and then does what a step that is a plain function makes easy:
-# gradients of each sample, a whole ensemble at once, a Hessian-vector product, and a learning rate learned through
-# training steps.
+# A model is a pair of pure functions over a tree of parameters; an optimizer is a pair of pure functions; a training
+# step is a function `(state, batch) -> (state, metrics)`. This notebook trains a small GPT on the source code of
+# Python's standard library, looks at the step as a graph, and then does what a step that is a plain function makes
+# easy: gradients of each sample, a whole ensemble at once, a Hessian-vector product, and a learning rate learned
+# through training steps.
 
 # %%
 # %matplotlib inline
@@ -85,8 +85,8 @@ print(bytes(written[0].tolist()).decode(errors="replace"))
 # %% [markdown]
 # ## The step is one graph
 #
-# `jit` runs the Python once on fake tensors. `lower` shows the graph without compiling or running it: the repeated block
-# is a region, which is traced and compiled once whatever the depth.
+# `jit` runs the Python once on fake tensors. `lower` shows the graph without compiling or running it: the repeated
+# block is a region, which is traced and compiled once whatever the depth.
 
 
 # %%

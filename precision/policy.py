@@ -15,9 +15,9 @@ Tree = tree.Tree
 class Policy:
     """Dtypes of a training step; None means: as it is, no cast.
 
-    ``param``: stored parameters (the master weights); ``compute``: parameters inside the loss, and the inputs of a boosted
-    module; ``output``: what a boosted module returns; ``reduce``: gradients in collectives; ``accumulate``: gradients
-    summed over microbatches.
+    ``param``: stored parameters (the master weights); ``compute``: parameters inside the loss, and the inputs of a
+    boosted module; ``output``: what a boosted module returns; ``reduce``: gradients in collectives; ``accumulate``:
+    gradients summed over microbatches.
     """
 
     param: torch.dtype | None = None

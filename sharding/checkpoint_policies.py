@@ -37,7 +37,8 @@ def nothing_saveable(node: Node) -> bool:
 
 def dots_saveable(node: Node) -> bool:
     """Save the results of matrix products, convolutions and attention; compute everything else again."""
-    return node.target in _dots or (node.target is operator.getitem and node.args[0].target in _dots)
+    source = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return source.target in _dots
 
 
 def save_only_these_names(*names: str) -> Policy:

@@ -6,7 +6,7 @@ One frozen value, bound around a loss function by the step; a primitive reads it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 class Environment:
     """How what is traced is to be treated.
 
-    ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint graph is traced to be cut, so named
-    values leave a mark in it. ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train`` says.
-    ``compute``: the dtype that floating-point inputs of functionalized modules are cast to.
+    ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint graph is traced to be cut, so
+    named values leave a mark in it. ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train``
+    says. ``compute``: the dtype that floating-point inputs of functionalized modules are cast to.
     """
 
     outline: bool = False
@@ -43,7 +43,7 @@ def current() -> Environment:
 
 
 @contextlib.contextmanager
-def bind(**changes: Any) -> Iterator[Environment]:
+def bind(**changes: Any) -> Generator[Environment]:
     """Change fields of the environment for the length of a with block; leaving it restores the one before, always."""
     token = _current.set(replace(_current.get(), **changes))
     try:
@@ -53,7 +53,7 @@ def bind(**changes: Any) -> Iterator[Environment]:
 
 
 @contextlib.contextmanager
-def restore(environment: Environment) -> Iterator[None]:
+def restore(environment: Environment) -> Generator[None]:
     """Bind a whole environment, as it was read earlier."""
     token = _current.set(environment)
     try:

@@ -195,7 +195,7 @@ def _build(
                 tree.leaves(fn(*(next(left) if want else value for value, want in zip(primals, wanted, strict=True))))
             )
 
-        results, pull = torch.func.vjp(of_wanted, *floats)
+        results, pull = torch.func.vjp(of_wanted, *floats)[:2]
         return [*results, *pull(tuple(cotangents))]
 
     def forward_only(*leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -269,6 +269,6 @@ class _RegionBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         raise NotImplementedError(
-            "a second derivative by autograd through a remat with a policy: take it with fb.grad(fb.grad(fn)), or remat "
-            "with nothing_saveable"
+            "a second derivative by autograd through a remat with a policy: take it with fb.grad(fb.grad(fn)), or "
+            "remat with nothing_saveable"
         )

@@ -1,4 +1,5 @@
-"""remat: trade compute for memory. (jax.checkpoint; Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".)"""
+"""remat: trade compute for memory. (jax.checkpoint; Chen et al. 2016, "Training Deep Nets with Sublinear Memory
+Cost".)"""
 
 from __future__ import annotations
 
@@ -22,11 +23,13 @@ _library.impl("barrier", lambda x, after: x.clone(), "CompositeExplicitAutograd"
 torch.library.register_fake("functional_booster_remat::barrier", lambda x, after: torch.empty_like(x))
 
 
-@torch.library.register_vmap("functional_booster_remat::barrier")
 def _barrier_vmap(
     info: Any, dims: tuple[int | None, ...], x: torch.Tensor, after: torch.Tensor
 ) -> tuple[torch.Tensor, int | None]:
     return torch.ops.functional_booster_remat.barrier(x, after), dims[0]
+
+
+torch.library.register_vmap("functional_booster_remat::barrier", _barrier_vmap)
 
 
 def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -113,7 +116,7 @@ def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...,
                         filled[place] = value
                     return flat(*filled)
 
-                _, pull = torch.func.vjp(of_wanted, *(primals[place] for place in wanted))
+                _, pull = torch.func.vjp(of_wanted, *(primals[place] for place in wanted))[:2]
                 return tuple(pull(cotangents))
 
             grads: list[torch.Tensor | None] = [None] * len(inputs)

@@ -35,7 +35,7 @@ def train(
 
 
 @pytest.mark.parametrize("options", [dict.fromkeys(DROPOUT, 0.0), DROPOUT])
-def test_gpu_equals_cpu_and_jit_equals_eager(options: dict[str, float]) -> None:
+def test_gpu_equals_cpu_and_jit_equals_eager(options: dict[str, Any]) -> None:
     expected, expected_losses = train("cpu", jit=False, **options)
     for jit in (False, True):
         params, losses = train("cuda", jit=jit, **options)
@@ -45,7 +45,7 @@ def test_gpu_equals_cpu_and_jit_equals_eager(options: dict[str, float]) -> None:
 
 
 def test_bf16_learns_as_float32_does() -> None:
-    options = dict.fromkeys(DROPOUT, 0.0)
+    options: dict[str, Any] = dict.fromkeys(DROPOUT, 0.0)
     _, low = train("cuda", jit=True, steps=8, precision="bf16", **options)
     _, full = train("cuda", jit=True, steps=8, **options)
     torch.testing.assert_close(low, full, rtol=0.02, atol=0.02)

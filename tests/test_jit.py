@@ -325,16 +325,17 @@ def test_asking_for_a_value_names_the_line() -> None:
 def test_collectives_are_listed() -> None:
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    world: Any = dist.group.WORLD
     try:
 
         def fn(x: torch.Tensor) -> torch.Tensor:
             for _ in range(2):
-                x = funcol.wait_tensor(funcol.all_reduce(x, "sum", dist.group.WORLD))
+                x = funcol.wait_tensor(funcol.all_reduce(x, "sum", world))
             return x
 
         (found,) = fb.jit(fn).lower(torch.ones(3, 4)).collectives
         assert (found.op, found.count, found.bytes) == ("all_reduce", 2, 2 * 48)
-        assert found.axis == dist.group.WORLD.group_name
+        assert found.axis == world.group_name
         assert fb.jit(lambda x: x + 1).lower(torch.ones(1)).collectives == ()
     finally:
         dist.destroy_process_group()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functional_booster.kernels import graph, tree
-from functional_booster.losses import cross_entropy, linear_next_token, mse, next_token
+from functional_booster.losses import cross_entropy, labels_from, linear_next_token, mse, next_token
 
 IGNORED = -100
 
@@ -324,3 +324,18 @@ def test_mse_is_that_of_torch(rows: int, columns: int, weighted: bool) -> None:
 def test_bad_input_is_named(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_labels_from_a_text_leave_padding_out() -> None:
+    """What counts is each pair (token, next token) of two real tokens."""
+    tokens = torch.arange(1, 19).view(3, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 1, 1]])
+    labels = labels_from(tokens, mask)
+    pairs = (mask[:, :-1] * mask[:, 1:]).bool()
+    assert torch.equal(labels[:, 1:] != IGNORED, pairs)
+    assert torch.equal(labels[:, 1:][pairs], tokens[:, 1:][pairs])
+    assert next_token(torch.randn(3, 6, 20), labels)[1] == 3 + 3 + 2
+    assert labels_from(tokens) is tokens
+    assert torch.equal(labels_from(tokens, mask.bool(), ignore_index=-1), labels.where(labels != IGNORED, -1))
+    with pytest.raises(ValueError, match=r"attention_mask: shape \(3, 1, 6, 6\), expected \(3, 6\), as input_ids"):
+        labels_from(tokens, torch.ones(3, 1, 6, 6))

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 import functional_booster as fb
 from functional_booster.kernels import graph
 from functional_booster.sharding import region
-from functional_booster.sharding.environment import bind
 from functional_booster.sharding.checkpoint_policies import (
     dots_saveable,
     everything_saveable,
     nothing_saveable,
     save_only_these_names,
 )
+from functional_booster.sharding.environment import bind
 
 WIDTH, DEPTH = 6, 3
 
@@ -104,7 +104,7 @@ class TestSameNumbers:
         assert_equal(fb.grad(total(FORMS[form](block)))(layers, x), fb.grad(total(block))(layers, x))
 
     def test_second_derivative(self, form: str, inputs: Any) -> None:
-        def penalty(layer: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+        def penalty(layer: Callable[..., Any]) -> Callable[..., Any]:
             gradient = fb.grad(stack(layer))
             return lambda layers, x: sum(g.square().sum() for g in fb.tree.leaves(gradient(layers, x)))
 
@@ -151,7 +151,7 @@ def test_what_is_saved(policy: Any, saved: int, inputs: Any) -> None:
 
 
 def test_recompute_stays_in_the_backward_under_vmap(inputs: Any) -> None:
-    """Inlined (under vmap), the recomputation hangs on the cotangent, so that no compiler merges it with the forward."""
+    """Inlined, the recomputation hangs on the cotangent, so that no compiler merges it with the forward."""
     layers, x = inputs
     fn = fb.vmap(fb.grad(lambda p, x: fb.remat(block)(p, x).square().sum()), in_axes=(None, 0))
     lowered = fb.jit(fn).lower(layers[0], x[:, None])
@@ -201,7 +201,7 @@ def test_autograd_twice_is_right_or_refused(inputs: Any) -> None:
 @pytest.mark.parametrize("functional", [True, False])
 def test_what_is_inside_a_block_is_freed(functional: bool, inputs: Any) -> None:
     """Of a remat's inside, no tensor outlives its block: neither in the forward pass nor in the backward."""
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive: list[weakref.ref[Any]] = []
     most = []
 
     class Watched(torch.autograd.Function):
