@@ -65,7 +65,7 @@ class Booster:
             )
         stream = random.fold_in(key, 1)
         if params is None:
-            params = model.init(key)
+            params = model.init(key.to(self.device))  # born where they will live
         else:
             _check_params(params, model.abstract)
         return self._state(model, optim.as_transformation(tx), params, stream)

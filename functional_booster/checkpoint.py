@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +127,7 @@ def named_tensors(state: TrainState) -> dict[str, Any]:
 
 
 def _publish(directory: Path, tensors: dict[str, torch.Tensor], counters: dict[str, int], alone: bool) -> None:
-    """Write the tensors, then the manifest that names them, and remove what no manifest names any more.
+    """Write the tensors, then the manifest that names them; only then remove what no manifest names any more.
 
     ``alone``: no other process can be at work here, so that every leftover is a dead one.
     """
@@ -150,11 +150,17 @@ def _publish(directory: Path, tensors: dict[str, torch.Tensor], counters: dict[s
         _sync(fresh)
         os.replace(fresh, directory / MANIFEST)
         _sync(directory)
-    finally:
-        dead = {file.name for file in directory.iterdir()} if alone else {replaced, data.name, fresh.name}
-        for name in dead - {_current(directory), None}:
-            if _LEFTOVER.fullmatch(name):
-                (directory / name).unlink(missing_ok=True)
+    except BaseException:
+        _remove(directory, {data.name, fresh.name} - {_current(directory)})
+        raise
+    _remove(directory, ({file.name for file in directory.iterdir()} if alone else {replaced}) - {data.name})
+
+
+def _remove(directory: Path, names: Iterable[str | None]) -> None:
+    """Remove those of the files that only a save can have made."""
+    for name in names:
+        if name is not None and _LEFTOVER.fullmatch(name):
+            (directory / name).unlink(missing_ok=True)
 
 
 def _refuse_others(directory: Path) -> None:
@@ -248,7 +254,8 @@ def _sync(path: Path) -> None:
 
 
 def _current(directory: Path) -> str | None:
+    """The data file that the manifest names, None without a manifest."""
     try:
         return read_manifest(directory)["data"]
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return None

@@ -25,9 +25,7 @@ _NOT_SOURCE = frozenset({"__pycache__", "site-packages", "dist-packages", "test"
 _SNIFFED = 8192  # bytes looked at to tell text from binary, as git does
 
 
-def text_files(
-    path: str | os.PathLike[str] | None = None, without: str | os.PathLike[str] | None = None
-) -> list[Path]:
+def text_files(path: str | os.PathLike[str] | None = None, without: str | os.PathLike[str] | None = None) -> list[Path]:
     """The text files at ``path``: the file itself, or every readable one under a folder, sorted by relative name.
 
     What lies in the folder ``without`` is left out: a run writes there, and its text must not change.

@@ -12,6 +12,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from functional_booster.kernels import graph
+from functional_booster.precision import cast_arguments
+from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
 
 from . import hf_attention, losses
@@ -44,6 +47,7 @@ def functionalize(module: nn.Module) -> Model:
     - ``train=True`` is ``module.train()``; but of a module in training, submodules in evaluation mode (frozen batch
       statistics) stay so: modes are those that the module had when it was functionalized. A dict {submodule name:
       bool}, as of ``named_modules``, sets each mode.
+      Inside a step, floating-point arguments are cast to the dtype that its precision computes in.
     - ``buffers()`` copies every buffer, those outside the state dict too.
     - ``loss(params, batch, key=None, buffers=None)``, for Hugging Face causal language models, is the next-token loss
       of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to ``losses.labels_from`` of the tokens and
@@ -76,7 +80,10 @@ def functionalize(module: nn.Module) -> Model:
             device = next((value.device for value in params.values()), None)
             buffers = {name: buffer.to(device) for name, buffer in model_buffers().items()}
         forward.check("buffers", buffers, forward.abstract_buffers)
-        return forward(params, buffers, args, kwargs, key=key, modes=forward.modes_of(train), mutable=mutable)
+        scope = environment.current()
+        modes = forward.modes_of(False if scope.evaluating else train)
+        args, kwargs = cast_arguments((args, kwargs), scope.compute)
+        return forward(params, buffers, args, kwargs, key=key, modes=modes, mutable=mutable)
 
     return Model(
         init=init,
@@ -171,7 +178,8 @@ class _Skeleton(threading.local):
     """A module without values. Each thread has its own copy, since a call puts its values into it."""
 
     def __init__(self, template: nn.Module) -> None:
-        self.module = copy.deepcopy(template)
+        with graph.without_modes():  # a thread's first call may come from a trace
+            self.module = copy.deepcopy(template)
         self._owners = list(self.module.modules())
         self._names: dict[int, str] = {}
         self._places: dict[str, tuple[nn.Module, str, str]] = {}

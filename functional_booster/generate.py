@@ -45,7 +45,7 @@ def generate(
         if key is None or temperature == 0:
             chosen = logits.argmax(-1)
         else:
-            chosen = _sample(random.fold_in(key, index), rows, _cut(logits / temperature, top_k, top_p))
+            chosen = _sample(random.fold_in(key.to(rows.device), index), rows, _cut(logits / temperature, top_k, top_p))
         if eos_token_id is not None:
             fill = eos_token_id if pad_token_id is None else pad_token_id
             chosen = torch.where(ended, fill, chosen)

@@ -76,7 +76,7 @@ class Checkpoint:
     """A hook that calls ``save(path, state)`` every so many steps and at the end, however it comes.
 
     ``path`` may hold ``{step}``; without, one checkpoint is written over again, which ``save`` must do atomically.
-    Parameters that are not finite are never saved: FloatingPointError, naming the leaf, and the checkpoint before stays.
+    Parameters that are not finite are never saved: raises FloatingPointError, and the checkpoint before stays.
     """
 
     save: Callable[[str, Any], Any]
@@ -107,7 +107,7 @@ class Checkpoint:
 class Profiler:
     """A hook that records ``active`` steps with torch.profiler, after ``wait`` and ``warmup`` steps, once.
 
-    The trace goes to ``folder``/trace.json, for chrome://tracing or Perfetto.
+    The trace goes to ``folder``/trace.json, for chrome://tracing or Perfetto; a run too short for it leaves none.
     """
 
     def __init__(self, folder: str | os.PathLike[str], wait: int = 5, warmup: int = 2, active: int = 3) -> None:
@@ -115,6 +115,7 @@ class Profiler:
         schedule = torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1)
         self._profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self._running = False
+        self._unseen = wait + warmup  # steps still to go before the first that is recorded
 
     def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
         """Tell the profiler that a step is over."""
@@ -122,6 +123,7 @@ class Profiler:
             self._profile.start()
             self._running = True
         self._profile.step()
+        self._unseen -= 1
 
     def close(self, n: int, state: Any) -> None:
         """Stop recording; a run that ends early keeps what there is."""
@@ -129,6 +131,8 @@ class Profiler:
             self._profile.stop()
 
     def _write(self, profile: torch.profiler.profile) -> None:
+        if self._unseen >= 0:
+            return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(os.fspath(self._path))
 

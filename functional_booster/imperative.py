@@ -13,7 +13,8 @@ from torch import nn
 
 from functional_booster import optim, step
 from functional_booster.kernels import random, tree
-from functional_booster.precision import Policy, cast
+from functional_booster.precision import Policy, cast, cast_arguments
+from functional_booster.sharding import environment
 
 from .functionalize import functionalize
 from .models.model import Model
@@ -62,22 +63,23 @@ class BoostedModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
-        args, kwargs = _inputs(args, run), _inputs(kwargs, run)
+        args, kwargs = _moved((args, kwargs), run.state.step.device)
         modes = {name: part.training for name, part in run.module.named_modules()}
-        outputs, buffers = run.model.apply(
-            cast(dict(run.parameters), run.policy.compute),
-            *args,
-            key=random.fold_in(run.state.key, run.state.position),
-            train=modes,
-            buffers=run.state.buffers,
-            mutable=True,
-            **kwargs,
-        )
+        with environment.bind(compute=run.policy.compute):
+            outputs, buffers = run.model.apply(
+                cast(dict(run.parameters), run.policy.compute),
+                *args,
+                key=random.fold_in(run.state.key, run.state.position),
+                train=modes,
+                buffers=run.state.buffers,
+                mutable=True,
+                **kwargs,
+            )
         if any(modes.values()):
             run.state = run.state.replace(
                 buffers=tree.map(torch.Tensor.detach, buffers), position=run.state.position + 1
             )
-        return _cast_outputs(outputs, run.policy.output)
+        return cast_arguments(outputs, run.policy.output)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -216,7 +218,7 @@ class BoostedOptimizer:
             raise ValueError(f"norm_type: {norm_type}, expected 2.0")
         if not max_norm > 0:
             raise ValueError(f"max_norm: {max_norm}, expected a positive number")
-        norm = self.get_grad_norm()
+        norm = optim.global_norm(self._gradients())
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the gradients' norm is {norm.item()}")
         factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -233,7 +235,7 @@ class BoostedOptimizer:
             gradient.clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The global 2-norm of the gradients (0-d), before clipping if they were clipped."""
+        """The global 2-norm of the gradients (0-d), that of before if ``clip_grad_by_norm`` clipped them."""
         if norm_type != 2.0:
             raise ValueError(f"norm_type: {norm_type}, expected 2.0")
         if self._norm is not None:
@@ -352,18 +354,6 @@ def _no_loss(params: Tree, batch: Tree) -> torch.Tensor:
     raise AssertionError("the loss of an imperative step is the user's")
 
 
-def _inputs(values: Any, run: Run) -> Any:
-    """The inputs on the state's device, floating-point ones in the compute dtype."""
-    device, dtype = run.state.step.device, run.policy.compute
-
-    def place(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return leaf.to(device, dtype if leaf.is_floating_point() else None)
-
-    return torch_pytree.tree_map(place, values)
-
-
-def _cast_outputs(outputs: Any, dtype: torch.dtype | None) -> Any:
-    """Outputs in the policy's dtype. torch's pytrees know Hugging Face's output classes."""
-    return outputs if dtype is None else torch_pytree.tree_map(lambda leaf: cast(leaf, dtype), outputs)
+def _moved(values: Any, device: torch.device) -> Any:
+    """The tensors of a call's arguments on the device."""
+    return torch_pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, values)

@@ -185,6 +185,9 @@ def _batch_norm(
 ) -> torch.Tensor:
     if training:
         mode.written.update((id(running_mean), id(running_var)))
+    if running_mean is not None and weight is not None and weight.dtype != running_mean.dtype:
+        # Half-precision weights beside full-precision statistics: the norm is computed in the statistics' dtype.
+        weight, bias = weight.to(running_mean.dtype), None if bias is None else bias.to(running_mean.dtype)
     return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 

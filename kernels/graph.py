@@ -145,6 +145,13 @@ class Cut:
     residuals: tuple[int, ...]
 
 
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """A context outside of fake tensors and traces, for what must be made of real tensors."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
 def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node], bool]) -> Cut:
     """Cut a joint graph in two. A value of the forward that the backward needs is saved where ``saveable(node)``.
 

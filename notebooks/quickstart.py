@@ -40,7 +40,7 @@ model = fb.models.gpt2(
     vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=4, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0
 )
 schedule = fb.schedules.cosine_warmup(peak=5e-3, total_steps=400, warmup_steps=20)
-tx = fb.optim.adamw(schedule, weight_decay=0.1)
+tx = fb.optim.adamw(schedule, weight_decay=0.1, mask=fb.optim.matrices)
 
 # %% [markdown]
 # The parameters are described before they exist. `model.abstract` is a tree with the structure of the parameters, whose

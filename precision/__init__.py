@@ -1,5 +1,5 @@
 """Dtype policies."""
 
-from .policy import Policy, cast, policy_of
+from .policy import Policy, cast, cast_arguments, policy_of
 
-__all__ = ["Policy", "cast", "policy_of"]
+__all__ = ["Policy", "cast", "cast_arguments", "policy_of"]

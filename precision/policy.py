@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.utils._pytree as torch_pytree
 
 from functional_booster.kernels import tree
 
@@ -62,6 +64,13 @@ def cast(values: Tree, dtype: torch.dtype | None) -> Tree:
     if dtype is None:
         return values
     return tree.map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, values)
+
+
+def cast_arguments(values: Any, dtype: torch.dtype | None) -> Any:
+    """``cast`` for what a module takes and returns: any structure that torch's own pytrees know."""
+    if dtype is None:
+        return values
+    return torch_pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, values)
 
 
 def _is_float(leaf: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -211,11 +212,11 @@ class TestStep:
 
     @pytest.mark.parametrize("jit", [False, True])
     def test_what_shares_storage_with_a_donated_state_is_refused_too(
-        self, jit: bool, booster: fb.Booster, state: fb.TrainState
+        self, jit: bool, booster: fb.Booster, state: fb.TrainState, tmp_path: Path
     ) -> None:
         fork, step = state.replace(key=fb.random.key(9)), booster.train_step(loss_fn, TX, jit=jit)
         step(state, rows(4))
-        for use in (lambda: fork.params, lambda: step(fork, rows(4)), lambda: booster.save("never", fork)):
+        for use in (lambda: fork.params, lambda: step(fork, rows(4)), lambda: booster.save(tmp_path / "never", fork)):
             with pytest.raises(fb.DonatedError, match="was donated to train_step"):
                 use()
         assert "donated to train_step" in repr(state)
@@ -382,6 +383,27 @@ class TestPrecision:
         assert set(seen) == {torch.bfloat16}
         assert {leaf.dtype for leaf in fb.tree.leaves(state.params)} == {torch.float32}
 
+    @pytest.mark.parametrize("jit", [False, True])
+    def test_modules_with_float_inputs_and_batch_norm(self, jit: bool) -> None:
+        """Inputs are cast for the module, targets are not; batch statistics stay in float32."""
+        module = torch.nn.Sequential(torch.nn.Linear(WIDTH, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+        model, booster, tx = fb.functionalize(module), fb.Booster("cpu", "bf16"), fb.optim.sgd(0.1)
+
+        def loss(params: Any, batch: Any, key: Any, buffers: Any) -> Any:
+            out, new = model.apply(params, batch["x"], key=key, train=True, buffers=buffers, mutable=True)
+            assert out.dtype == torch.bfloat16
+            assert batch["y"].dtype == torch.float32
+            return (*fb.losses.mse(out[:, 0], batch["y"]), {"buffers": new})
+
+        batch = {"x": rows(8)["x"].float(), "y": rows(8)["x"].float().sum(1)}
+        state = booster.init(model, tx, key=fb.random.key(0))
+        before = booster.eval_step(loss, jit=jit)(state, batch)["loss"].item()
+        step = booster.train_step(loss, tx, jit=jit)
+        for _ in range(10):
+            state, _ = step(state, batch)
+        assert booster.eval_step(loss, jit=jit)(state, batch)["loss"].item() < 0.7 * before
+        assert {leaf.dtype for leaf in fb.tree.leaves((state.params, state.buffers))} == {torch.float32, torch.int64}
+
     def test_unknown_names(self) -> None:
         with pytest.raises(ValueError, match="mixed_precision: 'half' is not known, expected one of 'fp32', 'bf16'"):
             fb.Booster(mixed_precision="half")
@@ -463,6 +485,26 @@ class TestBadInput:
             booster.init(torch.nn.Linear(2, 2), TX, key=fb.random.key(0))  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="loss_fn: int"):
             booster.train_step(3, TX)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", [fb.region, fb.remat, lambda fn: fb.remat(fn, fb.checkpoint_policies.dots_saveable)])
+def test_functionalized_modules_in_regions_and_remat(form: Any, booster: fb.Booster) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(WIDTH, 6), torch.nn.Tanh(), torch.nn.Linear(6, CLASSES)).double()
+    model = fb.functionalize(module)
+    block = form(lambda params, x: model.apply(params, x))
+
+    def through(params: Any, batch: Any) -> Any:
+        return fb.losses.cross_entropy(block(params, batch["x"]), batch["y"])
+
+    def plain(params: Any, batch: Any) -> Any:
+        return fb.losses.cross_entropy(model.apply(params, batch["x"]), batch["y"])
+
+    results = []
+    for loss, jit in ((plain, False), (through, False), (through, True)):
+        state = booster.init(model, TX, key=fb.random.key(0))
+        results.append(booster.train_step(loss, TX, jit=jit)(state, rows(6)))
+    close(results[1], results[0], 1e-9)
+    close(results[2], results[0], 1e-9)
 
 
 def test_eval_step(booster: fb.Booster, state: fb.TrainState) -> None:

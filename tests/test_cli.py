@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,18 +20,19 @@ import pytest
 import torch
 
 import functional_booster as fb
-from functional_booster import cli, data
+from functional_booster import cli, data, locking, training_run
 from functional_booster.checkpoint import read_manifest
 from functional_booster.trackers import read_jsonl
 
 TINY = ("--n-layer 1 --n-embd 16 --n-head 2 --length 16 --batch-size 4 --steps 12 --warmup 2 --log-every 2 "
         "--eval-every 4 --save-every 5 --sample 8 --no-jit --device cpu").split()  # fmt: skip
+TEXT = "".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(300))
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of its own, with a text to train on."""
-    (tmp_path / "text.txt").write_text("".join(f"def f{n}(x):\n    return x + {n}\n" for n in range(300)))
+    (tmp_path / "text.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -169,11 +174,14 @@ def test_a_full_disk_is_named_and_loses_nothing() -> None:
         ("--max-norm 0", "--max-norm: 0"),
         ("--weight-decay -1", "--weight-decay: -1"),
         ("--length 1", "--length: 1"),
-        ("--device tpu", "device: 'tpu'"),
-        ("--data nowhere", "nowhere: no such file or folder"),
+        ("--lr inf", "--lr: inf"),
+        ("--weight-decay inf", "--weight-decay: inf"),
+        ("--device tpu", "--device: 'tpu'"),
+        ("--data nowhere", "--data: nowhere: no such file or folder"),
+        ("--data /dev/null", "/dev/null: a device or a pipe"),
         ("--data empty.txt", "empty.txt: empty"),
-        ("--batch-size 4000", "batch_size: 4000, but"),
-        ("--length 5000", "hold 1 windows of length 5000"),
+        ("--batch-size 4000", "--batch-size: 4000, but the"),
+        ("--length 900 --batch-size 10", "hold 9 windows of --length 900"),
         ("--length 50000", "too few"),
         ("--out text.txt/run", "text.txt"),
         ("--resume --out nowhere", "--resume: nowhere/config.json does not exist"),
@@ -210,7 +218,7 @@ def test_a_run_that_exists_is_left_alone(capsys: pytest.CaptureFixture[str]) -> 
         ("--lr 1", "--lr: 1"),
         ("--jit", "--jit: True"),
         ("--stop-after 2", "is at step 2"),
-        ("--data other.txt", "--data: "),
+        ("--data other.txt", "--data: the text in other.txt is not what the run began with"),
     ):
         Path("other.txt").write_text("x" * 5000)
         assert cli.main(["train", "--resume", "--out", "run", *options.split()]) == 2
@@ -220,11 +228,196 @@ def test_a_run_that_exists_is_left_alone(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["train", "--resume", "--out", "run"]) == 2
     assert "is not what the run began with" in capsys.readouterr().err
     Path("text.txt").write_text(text)
-    (Path("run") / "config.json").write_text('{"config": {"steps": 3}}')
-    assert cli.main(["train", "--resume", "--out", "run"]) == 2
-    assert "run/config.json is not the config of a run" in capsys.readouterr().err
-    (Path("run") / "config.json").write_bytes(before[Path("run/config.json")])
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+
+
+def resume(*options: object) -> int:
+    return cli.main(["train", "--resume", "--out", "run", "--sample", "8", *map(str, options)])
+
+
+def refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a refused command prints."""
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert len(printed.err.splitlines()) == 1
+    return printed.err
+
+
+def test_a_first_save_that_fails_can_be_resumed() -> None:
+    def small_files() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    done = subprocess.run(command("--out", "run"), preexec_fn=small_files, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr
+    assert "there is no checkpoint in run" in done.stderr
+    assert "go on with" not in done.stderr
+    assert not Path("run/checkpoint").exists()
+    Path("run/checkpoint").mkdir()
+    Path(f"run/checkpoint/state-{'0' * 16}.safetensors").write_bytes(b"half")  # what a crash leaves
+    assert resume() == 0
+    assert train("--out", "straight") == 0
+    assert_same_run("straight", "run")
+    assert len(list(Path("run/checkpoint").iterdir())) == 2
+
+
+def test_one_process_trains_in_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    with locking.exclusive(Path("run/lock"), wait=False):
+        assert train("--out", "run") == 2
+        assert "--out: another process trains in run" in refused(capsys)
+    assert train("--out", "run", "--stop-after", 5) == 0
+    capsys.readouterr()
+    with locking.exclusive(Path("run/lock"), wait=False):
+        assert resume() == 2
+        assert "--out: another process trains in run" in refused(capsys)
+    assert resume() == 0
+
+
+def test_a_run_inside_its_data_resumes() -> None:
+    assert train("--data", ".", "--out", "run", "--stop-after", 5) == 0
+    assert json.loads(Path("run/config.json").read_text())["text"]["bytes"] == Path("text.txt").stat().st_size
+    assert resume() == 0
+
+
+def test_data_that_moved_is_named_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "straight") == 0
+    assert train("--out", "run", "--stop-after", 5) == 0
+    capsys.readouterr()
+    Path("text.txt").rename("moved.txt")
+    assert resume() == 2
+    assert "text.txt: no such file or folder" in (line := refused(capsys))
+    assert "name it with --data" in line
+    assert resume("--data", "moved.txt") == 0
+    assert_same_run("straight", "run")
+
+
+@pytest.mark.parametrize("options", ["--log-every 5", "--log-every 100 --save-every 100"])
+def test_a_run_that_diverges_fails_and_keeps_what_was_good(capsys: pytest.CaptureFixture[str], options: str) -> None:
+    assert train("--out", "run", "--lr", 1e38, "--weight-decay", 1e38, *options.split()) == 1
+    printed = capsys.readouterr()
+    assert "error: step " in printed.err
+    assert ": params" in printed.err
+    assert "there is no checkpoint in run" in printed.err
+    assert "validation loss" not in printed.out
+    assert not Path("run/checkpoint").exists()
+
+
+def test_a_last_loss_that_is_not_finite_is_no_success(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "run") == 0
+    capsys.readouterr()
+    lines = read_jsonl("run/metrics.jsonl")
+    lines[-1]["loss"] = None
+    Path("run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert resume() == 1
+    printed = capsys.readouterr()
+    assert "error: the loss of the last step is not finite" in printed.err
+    assert "nats per byte" not in printed.out
+
+
+def test_a_terminal_that_cannot_show_everything() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command("--out", "run", "--sample", 200), env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert not Path("run/sample.txt").read_text(encoding="utf-8").isascii()
+    assert b"validation loss" in done.stdout
+
+
+def test_the_rise_of_a_short_run_is_a_tenth() -> None:
+    rises = {steps: cli.Train(steps=steps).warmup_steps for steps in (1, 9, 10, 55, 200, 400)}
+    assert rises == {1: 0, 9: 0, 10: 1, 55: 5, 200: 20, 400: 20}
+    assert cli.Train(warmup=7).warmup_steps == 7
+    assert train("--out", "run", "--steps", 10, "--warmup", "None") == 0
+
+
+CONFIG = "run/config.json"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda: replace(CONFIG, '"n_layer": 1', '"n_layer": "1"'), "config.json is not the config.*n_layer is '1'"),
+        (lambda: replace(CONFIG, '"n_layer": 1', '"n_layer": true'), "config.json is not the config.*n_layer is True"),
+        (lambda: replace(CONFIG, '"gpt2"', '"bert"'), "config.json is not the config.*model is 'bert'"),
+        (lambda: replace(CONFIG, '"jit": false', '"jit": 0'), "config.json is not the config.*jit is 0"),
+        (lambda: replace(CONFIG, '"n_layer": 1,', ""), "config.json is not the config.*settings .'n_layer'"),
+        (lambda: replace(CONFIG, '"text"', '"test"'), "config.json is not the config.*'text'"),
+        (lambda: Path(CONFIG).write_text('{"config": [1]}'), "config.json is not the config"),
+        (lambda: Path(CONFIG).write_bytes(b"\xff"), "config.json is not the config"),
+        (lambda: Path("run/metrics.jsonl").write_bytes(b"\xff\n"), "metrics.jsonl, line 1: "),
+        (lambda: Path("run/metrics.jsonl").write_text('{"step": "1"}\n'), "metrics.jsonl, line 1: "),
+        (lambda: Path("run/metrics.jsonl").unlink(), "is finished, and its metrics.jsonl is gone"),
+        (lambda: Path("run/checkpoint/manifest.json").write_text("[]"), "manifest.json has another format"),
+        (lambda: replace("run/checkpoint/manifest.json", '"step": 12', '"step": "x"'), "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_run_is_one_clear_error(
+    capsys: pytest.CaptureFixture[str], finished: Path, damage: Callable[[], Any], message: str
+) -> None:
+    shutil.copytree(finished, "run")
+    damage()
+    assert resume("--data", "text.txt") == 2
+    assert re.search(message, refused(capsys))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that is complete."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "text.txt").write_text(TEXT)
+    assert cli.main(["train", "--data", str(folder / "text.txt"), *TINY, "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def replace(path: str, old: str, new: str) -> None:
+    text = Path(path).read_text()
+    assert old in text
+    Path(path).write_text(text.replace(old, new))
+
+
+def test_a_folder_that_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run").mkdir()
+    Path("run/thesis.txt").write_text("precious")
+    assert train("--out", "run") == 2
+    assert "--out: run is not empty, and holds no run; give another --out" in refused(capsys)
+    assert [path.name for path in Path("run").iterdir()] == ["thesis.txt"]
+
+
+def interrupt(*args: Any, **kwargs: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_says_what_is_kept(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "prepare", interrupt)
+        assert train("--out", "a run") == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted before the training began\n"
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "fit", interrupt)  # a second Ctrl-C ends the loop like this
+        assert train("--out", "a run") == cli.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted: there is no checkpoint in a run\n"
+    assert cli.main(["train", "--resume", "--out", "a run", "--stop-after", "5"]) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patched:
+        patched.setattr(training_run, "fit", interrupt)
+        assert cli.main(["train", "--resume", "--out", "a run"]) == cli.INTERRUPTED
+    kept = "interrupted: the checkpoint of step 5 is kept in a run/checkpoint\n"
+    go_on = "go on with: functional-booster train --resume --out 'a run'\n"
+    assert capsys.readouterr().err == kept + go_on
+
+
+def test_a_run_too_short_for_a_profile_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--out", "run", "--profile", "--stop-after", 7) == 0
+    assert "--profile: nothing was recorded" in capsys.readouterr().out
+    assert not Path("run/profile").exists()
+    assert train("--out", "long", "--profile") == 0
+    assert "config.json, tensorboard, profile" in capsys.readouterr().out
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"functional-booster {fb.__version__}\n"
 
 
 def test_every_option_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,17 @@ def test_a_folder_is_its_text_files_by_relative_name(tmp_path: Path) -> None:
     assert data.text_files(tmp_path / "b.txt") == [tmp_path / "b.txt"]
 
 
+def test_the_folder_that_a_run_writes_to_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.txt", "runs/gpt/metrics.jsonl", "runs/gpt2.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    for root in (".", tmp_path):
+        for out in ("runs/gpt", tmp_path / "runs" / "gpt"):
+            found = [file.resolve() for file in data.text_files(root, without=out)]
+            assert found == [tmp_path / "a.txt", tmp_path / "runs" / "gpt2.txt"]
+
+
 def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere: no such file or folder"):
         data.text_files(tmp_path / "nowhere")
@@ -109,6 +120,13 @@ def test_text_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ValueError, match=r"empty\.txt: empty, expected text"):
         data.bytes_of(data.text_files(tmp_path / "empty.txt"))
+    (tmp_path / "another.txt").touch()
+    with pytest.raises(ValueError, match=r"another\.txt, .*empty\.txt: empty, expected text"):
+        data.bytes_of(data.text_files(tmp_path))
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", "/dev/null"):
+        with pytest.raises(ValueError, match=f"{path}: a device or a pipe"):
+            data.text_files(path)
     (tmp_path / "data.bin").write_bytes(b"a\x00b")
     with pytest.raises(ValueError, match=r"data\.bin: holds NUL bytes"):
         data.text_files(tmp_path / "data.bin")

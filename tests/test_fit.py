@@ -40,6 +40,7 @@ class State:
 
     params: Any
     position: torch.Tensor
+    consumed_by: str = ""
 
 
 @dataclass
@@ -207,7 +208,14 @@ def failing_data(position: int) -> torch.Tensor:
 def failing_step(state: State, batch: torch.Tensor) -> tuple[State, dict[str, torch.Tensor]]:
     if int(state.position) == 3:
         state.params.fill_(math.nan)  # a step may have written half of the donated state
+        object.__setattr__(state, "consumed_by", "step")
         raise RuntimeError("out of memory")
+    return step(state, batch)
+
+
+def refusing_step(state: State, batch: torch.Tensor) -> tuple[State, dict[str, torch.Tensor]]:
+    if int(state.position) == 3:
+        raise ValueError("batch: no rows in it")
     return step(state, batch)
 
 
@@ -216,6 +224,10 @@ def test_an_error_saves_the_last_good_state_and_never_a_donated_one() -> None:
     checkpoint = Checkpoint(lambda _, state: saved.append(state), "x", every=2)
     with pytest.raises(OSError, match="went away"):
         fit(step, start(), failing_data, steps=9, hooks=[checkpoint])
+    assert [int(state.position) for state in saved] == [2, 3]
+    saved.clear()
+    with pytest.raises(ValueError, match="no rows"):
+        fit(refusing_step, start(), data, steps=9, hooks=[Checkpoint(lambda _, state: saved.append(state), "x", 2)])
     assert [int(state.position) for state in saved] == [2, 3]
     saved.clear()
     checkpoint = Checkpoint(lambda _, state: saved.append(replace(state)), "x", every=2)
@@ -266,10 +278,16 @@ def test_a_nan_is_not_saved_over_the_last_checkpoint() -> None:
         state, metrics = step(state, batch)
         return (replace(state, params=state.params * math.nan) if int(state.position) == 3 else state), metrics
 
-    checkpoint = Checkpoint(lambda _, state: saved.append(state), "x", every=2)
-    with pytest.raises(FloatingPointError):
-        fit(diverging, start(), data, steps=9, hooks=[stop_on_nan, checkpoint])
-    assert [int(state.position) for state in saved] == [2]
+    for hooks, steps in (
+        ([stop_on_nan], 9),
+        ([], 9),
+        ([], 3),
+    ):  # it is found by the hook, at a save, after the last step
+        checkpoint = Checkpoint(lambda _, state: saved.append(state), "x", every=2)
+        with pytest.raises(FloatingPointError, match=r"step [34]: params: 3 NaN"):
+            fit(diverging, start(), data, steps=steps, hooks=[*hooks, checkpoint])
+        assert [int(state.position) for state in saved] == [2]
+        saved.clear()
 
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6))
@@ -278,7 +296,7 @@ def test_evaluation_averages_by_tokens(sizes: list[int]) -> None:
     values = torch.arange(sum(sizes), dtype=torch.float64) ** 2
 
     def eval_step(state: State, batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": batch.mean(), "tokens": torch.tensor(len(batch))}
+        return {"loss": batch.mean(), "tokens": torch.tensor(len(batch), dtype=torch.float64)}
 
     metrics = mean_metrics(eval_step, start(), values.split(sizes))
     torch.testing.assert_close(metrics["loss"], values.mean(), rtol=1e-12, atol=0)
@@ -294,6 +312,9 @@ def test_the_profiler_writes_a_trace_of_the_steps(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("name", "").startswith("ProfilerStep") for event in events) >= 2
     assert any(event.get("name") == "aten::sub" for event in events)
+    for steps in (1, 2):
+        fit(step, start(), data, steps=steps, hooks=[Profiler(tmp_path / "short", wait=1, warmup=1, active=2)])
+    assert not (tmp_path / "short").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 3, "log_every": 0}])
@@ -334,6 +355,10 @@ def test_a_broken_jsonl_is_named_and_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: 'not json'"):
         trackers.JsonlTracker(path, resumed_at=1)
     assert path.read_text() == '{"step": 1}\nnot json\n{"step": 2}\n'
+    for line in (b'{"step": "1"}', b'{"step": true}', b'{"step": 1.5}', b"[1]", b"\xff\xfe\x00", b"[" * 100_000):
+        path.write_bytes(b'{"step": 1}\n' + line + b"\n")
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .* expected a JSON object with a whole number"):
+            trackers.read_jsonl(path)
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path: Path) -> None:
@@ -376,6 +401,21 @@ def test_progress_on_a_terminal_is_a_bar() -> None:
     assert "loss 2.500  950 tokens/s" in shown
 
 
+def test_a_narrow_terminal_shows_the_loss() -> None:
+    written = io.StringIO()
+    tracker = trackers.ProgressTracker(
+        100, console=Console(file=written, force_terminal=True, width=60), waiting="compiling the step"
+    )
+    tracker.log(1, {"loss": 2.5, "eval_loss": 2.625, "tokens_per_second": 950.0})
+    tracker.close()
+    shown = written.getvalue()
+    assert "compiling the step" in shown
+    assert "loss 2.500" in shown
+    assert "1/100" in shown
+    assert "eval" not in shown
+    assert "tokens/s" not in shown
+
+
 def test_combined_trackers_all_get_it_and_all_close() -> None:
     class Failing(Recorder):
         def close(self) -> None:
@@ -402,5 +442,9 @@ def test_the_loss_curve_draws_what_was_logged(tmp_path: Path) -> None:
     assert curves["validation"] == [[2, 3], [4.5, 4]]
     assert curves["unigram entropy 3.25"][1] == [3.25, 3.25]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert figure.axes[0].get_ylabel() == "loss (nats per token)"
+    alone = visualize.loss([{"step": 1, "loss": 5.0}], unit="byte").axes[0]
+    assert alone.lines[0].get_marker() == "o"  # a line through one point is nothing to see
+    assert alone.get_ylabel() == "loss (nats per byte)"
     with pytest.raises(ValueError, match="no record has a loss"):
         visualize.loss([{"step": 1, "lr": 0.1}])

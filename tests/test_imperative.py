@@ -91,7 +91,7 @@ def plain(module: Any, optimizer: MakeOptimizer, scheduler: MakeScheduler | None
         scheduler(made) if scheduler else None,
         torch.Tensor.backward,
         lambda limit: nn.utils.clip_grad_norm_(members, limit),
-        lambda limit: nn.utils.clip_grad_value_(members, limit),
+        lambda limit: nn.utils.clip_grad_value_(members, limit) if any(p.grad is not None for p in members) else None,
         lambda: module,
     )
 
@@ -182,7 +182,7 @@ actions = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=40)
 @given(optimizer=st.sampled_from(sorted(OPTIMIZERS)), program=st.lists(actions, max_size=25))
 def test_any_order_of_calls_is_that_of_plain_pytorch(optimizer: str, program: list[str]) -> None:
     """Steps before any backward, accumulation, forwards whose loss is not used, evaluation in between."""
@@ -207,8 +207,7 @@ def act(loop: Loop, action: str, number: int) -> torch.Tensor | None:
     elif action == "clip norm":
         return loop.clip_norm(0.3).to(torch.float64)
     elif action == "clip value":
-        if any(p.grad is not None for p in loop.model.parameters()):  # without any, torch's function raises
-            loop.clip_value(0.05)
+        loop.clip_value(0.05)
     else:
         loop.model.train(action == "train")
     return None

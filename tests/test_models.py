@@ -58,8 +58,9 @@ def reference(variant: str, dtype: torch.dtype = torch.float32) -> Any:
     fields: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in VARIANTS[variant].items()
     }
+    module: Any
     if variant.startswith("gpt2"):
-        module: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields))
+        module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields))
     else:
         module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
     generator = torch.Generator().manual_seed(0)
