@@ -58,11 +58,11 @@ def reference(variant: str, dtype: torch.dtype = torch.float32) -> Any:
     fields: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in VARIANTS[variant].items()
     }
-    module: Any
+    hf: Any = transformers
     if variant.startswith("gpt2"):
-        module = transformers.GPT2LMHeadModel(transformers.GPT2Config(**fields))
+        module = hf.GPT2LMHeadModel(hf.GPT2Config(**fields))
     else:
-        module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+        module = hf.LlamaForCausalLM(hf.LlamaConfig(**fields))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -362,7 +362,8 @@ def test_dropout_is_a_function_of_the_key(variant: str) -> None:
 
 @pytest.mark.parametrize(("variant", "site"), [(v, site) for v, rates in DROPOUTS.items() for site in rates])
 def test_each_rate_drops_something(variant: str, site: str) -> None:
-    model, params = born(variant, **{**NO_DROPOUT[variant], site: 0.2})
+    rates: dict[str, Any] = NO_DROPOUT[variant] | {site: 0.2}
+    model, params = born(variant, **rates)
     dropped = model.apply(params, tokens(), key=random.key(1), train=True)
     assert not torch.allclose(dropped, model.apply(params, tokens()))
 
