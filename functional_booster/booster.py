@@ -271,7 +271,7 @@ def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
         if not donate or graph.transforms() or graph.is_tracing():
             return result
         own = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
-        consume(state, fn.__name__)
+        consume(state, tree.leaves(state), fn.__name__)
         return own
 
     return wrapped

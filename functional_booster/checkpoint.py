@@ -195,7 +195,12 @@ def _on_host(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _plain(state: TrainState) -> dict[str, Tree]:
     parts = {name: getattr(state, name) for name in ("step", "position", "opt_state", "buffers", "key", "loss_scale")}
     plain = tree.map(lambda node: _expand(node) if _is_flat(node) else node, parts, is_leaf=_is_flat)
-    return {**plain, "params": tree.combine(_expand(state.storage), state.frozen)}
+    return {**plain, "params": _params(state)}
+
+
+def _params(state: TrainState) -> Tree:
+    trained = _expand(state.storage)
+    return trained if state.frozen is None else tree.combine(trained, state.frozen)
 
 
 def _expand(node: flat.Flat) -> Tree:

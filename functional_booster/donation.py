@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ class DonatedError(RuntimeError):
     """An argument was used after it had been donated."""
 
 
-def consume(argument: Any, taker: str) -> None:
-    """Mark the argument as consumed by ``taker``: its tensors, wherever else they are held, and views made of them.
+def consume(argument: Any, tensors: Iterable[torch.Tensor], taker: str) -> None:
+    """Mark an argument as consumed by ``taker``: its tensors, wherever else they are held, and views made of them.
 
     A TrainState (any object with ``consumed_by``) is emptied besides, so that each access raises.
     """
-    for leaf in tree.leaves(argument):
-        if isinstance(leaf, torch.Tensor):
-            setattr(leaf, _CONSUMED, taker)
+    for tensor in tensors:
+        setattr(tensor, _CONSUMED, taker)
     nodes = [argument] if _can_be_emptied(argument) else tree.leaves(argument, is_leaf=_can_be_emptied)
     for node in nodes:
         if _can_be_emptied(node):

@@ -186,6 +186,10 @@ class _Entry:
     outputs: _Outputs
     donated: tuple[bool, ...]
 
+    def given(self, leaves: list[Any]) -> list[torch.Tensor]:
+        """The donated tensors."""
+        return [leaf for leaf, give in zip(leaves, self.donated, strict=True) if give]
+
     def __call__(self, args: tuple[Tree, ...], leaves: list[Any], jitted: Jitted) -> Tree:
         tensors = [leaves[place] for place in self.places]
         if any(map(consumed_by, tensors)):
@@ -203,7 +207,7 @@ class _Entry:
             else:
                 filled.append(output.value)
         for index in jitted.donate:
-            consume(args[index], jitted.__name__)
+            consume(args[index], self.given(leaves), jitted.__name__)
         return tree.unflatten(self.outputs.structure, filled)
 
 

@@ -71,7 +71,7 @@ class Lowered:
             for node in module.graph.nodes:
                 op: Any = node.target
                 if getattr(op, "namespace", "") == "_c10d_functional" and op._opname != "wait_tensor":
-                    group = next((str(arg) for arg in reversed(node.args) if isinstance(arg, str)), "")
+                    group = next((arg for arg in reversed(node.args) if isinstance(arg, str)), "")
                     found.setdefault((op._opname, group), []).append(_nbytes(node.meta.get("val")))
         return tuple(Collective(op, axis, len(sizes), sum(sizes)) for (op, axis), sizes in found.items())
 

@@ -43,7 +43,7 @@ class TrainState:
 
     ``step`` (int64): updates done; ``position`` (int64): batches consumed, skipped steps included; ``storage``: the
     trained parameters, flat where the optimizer allows it; ``frozen``: the other parameters, None in the trained ones'
-    places; ``opt_state``: the optimizer's tree over ``storage``; ``buffers``: the model's state that is not trained;
+    places, or None; ``opt_state``: the optimizer's tree over ``storage``; ``buffers``: the model's state that is not trained;
     ``key`` (2,) int32; ``loss_scale`` (float32); ``abstract``: shapes, dtypes and specs of the parameters, static.
     After it was donated to a step, each access raises DonatedError.
     """
@@ -100,8 +100,9 @@ tree.register(
 
 
 def assemble(storage: flat.Flat, frozen: Tree) -> Tree:
-    """The parameter tree of its trained and its frozen part."""
-    return tree.combine(flat.unravel(storage), frozen)
+    """The parameter tree of its trained and its frozen part (None where nothing is frozen)."""
+    trained = flat.unravel(storage)
+    return trained if frozen is None else tree.combine(trained, frozen)
 
 
 def disassemble(params: Tree, layout: flat.Layout) -> tuple[flat.Flat, Tree]:
@@ -112,4 +113,4 @@ def disassemble(params: Tree, layout: flat.Layout) -> tuple[flat.Flat, Tree]:
         if slot.name in named and named[slot.name].dtype != slot.dtype:
             raise ValueError(f"{slot.name}: {named[slot.name].dtype}, expected {slot.dtype}")
     chosen, frozen = tree.partition(params, tree.map_with_name(lambda name, _: name in trained, params))
-    return flat.ravel(chosen, layout), frozen
+    return flat.ravel(chosen, layout), frozen if tree.leaves(frozen) else None

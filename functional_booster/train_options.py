@@ -22,8 +22,8 @@ class Train:
     """Folder of the run; it must be new, unless --resume is given."""
     resume: bool = False
     """Go on with the run in --out, bit for bit. Other settings of model, text and training than its own are refused."""
-    model: Literal["gpt2", "llama"] = "gpt2"
-    """Family of the model."""
+    model: Literal["llama", "gpt2"] = "llama"
+    """Family of the model: a GPT with Llama's blocks (RMSNorm, rotary positions, SwiGLU), or GPT-2's."""
     n_layer: int = 4
     """Number of blocks."""
     n_embd: int = 128
@@ -34,7 +34,7 @@ class Train:
     """Bytes in a window of text, and the longest text that the model reads."""
     batch_size: int = 16
     """Windows in a step."""
-    steps: int = 400
+    steps: int = 300
     """Steps of the whole run; the learning rate falls until the last."""
     stop_after: int | None = None
     """Stop early, after this many steps of the run; --resume goes on."""
