@@ -42,9 +42,10 @@ class TrainState:
     """A pytree, immutable, of 0-d counters, parameters, optimizer state and keys.
 
     ``step`` (int64): updates done; ``position`` (int64): batches consumed, skipped steps included; ``storage``: the
-    trained parameters, flat where the optimizer allows it; ``frozen``: the other parameters, None in the trained ones'
-    places, or None; ``opt_state``: the optimizer's tree over ``storage``; ``buffers``: the model's state that is not trained;
-    ``key`` (2,) int32; ``loss_scale`` (float32); ``abstract``: shapes, dtypes and specs of the parameters, static.
+    trained parameters, flat where the optimizer allows it; ``frozen``: the others, in a tree with None for the trained
+    ones, or None where there is none; ``opt_state``: the optimizer's tree over ``storage``; ``buffers``: the model's
+    state that is not trained; ``key`` (2,) int32; ``loss_scale`` (float32); ``abstract``: shapes, dtypes and specs of
+    the parameters, static.
     After it was donated to a step, each access raises DonatedError.
     """
 
