@@ -176,6 +176,7 @@ class Booster:
         """
         return checkpoint.load(path, like, self.device)
 
+    @torch.inference_mode(mode=False)  # its tensors must be trainable wherever it is made
     def _state(self, model: Model, tx: optim.GradientTransformation, params: Tree, key: torch.Tensor) -> TrainState:
         device = self.device
         typed = tree.map(lambda leaf, info: leaf.detach().to(info.dtype), params, model.abstract)

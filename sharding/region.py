@@ -34,6 +34,7 @@ class Pair:
     forward: str
     backward: str
     outputs: int
+    floats: tuple[int, ...]
     kept: tuple[int, ...]
     residuals: tuple[int, ...]
     wanted: tuple[bool, ...]
@@ -102,11 +103,14 @@ def region(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """
     cache: dict[Any, Pair] = {}
 
-    def wrapped(*args: Tree) -> Tree:
+    def called(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        return fn(*args, **kwargs)
+
+    def wrapped(*args: Tree, **kwargs: Tree) -> Tree:
         if not (current().outline and graphs.transforms() in ((), ("Grad",))):
-            return fn(*args)
+            return fn(*args, **kwargs)
         refuse_captured(fn)
-        return call(fn, args, cache, None, outline=True)
+        return call(called, (args, kwargs), cache, None, outline=True)
 
     return wrapped
 
@@ -181,37 +185,38 @@ def _build(
             torch.empty_strided(d.shape, d.stride(), dtype=d.dtype, device=device)
             for d, device in zip(described, devices, strict=True)
         ]
-        outputs = tree.flatten(fn(*examples))
-        structure, tangents = outputs[1], [torch.empty_like(out) for out in outputs[0]]
+        outputs, structure = tree.flatten(fn(*examples))
+        floats = tuple(place for place, out in enumerate(outputs) if transforms.is_differentiable(out))
+        tangents = [torch.empty_like(outputs[place]) for place in floats]
     number = len(examples)
 
     def joint(*leaves: torch.Tensor) -> list[torch.Tensor]:
         primals, cotangents = leaves[:number], leaves[number:]
-        floats = [value for value, want in zip(primals, wanted, strict=True) if want]
 
-        def of_wanted(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def of_wanted(*values: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
             left = iter(values)
-            return tuple(
-                tree.leaves(fn(*(next(left) if want else value for value, want in zip(primals, wanted, strict=True))))
-            )
+            filled = [next(left) if want else value for value, want in zip(primals, wanted, strict=True)]
+            every = tuple(tree.leaves(fn(*filled)))
+            return tuple(every[place] for place in floats), every
 
-        results, pull = torch.func.vjp(of_wanted, *floats)[:2]
-        return [*results, *pull(tuple(cotangents))]
+        differentiated = [value for value, want in zip(primals, wanted, strict=True) if want]
+        _, pull, every = torch.func.vjp(of_wanted, *differentiated, has_aux=True)
+        return [*every, *pull(tuple(cotangents))]
 
     def forward_only(*leaves: torch.Tensor) -> list[torch.Tensor]:
         return tree.leaves(fn(*leaves))
 
     if not any(wanted):
         forward = graphs.own_results(graphs.trace(forward_only, examples))
-        return Pair(_register(forward), "", len(tangents), (), (), wanted, structure, outline)
+        return Pair(_register(forward), "", len(outputs), floats, (), (), wanted, structure, outline)
     with bind(marks=policy is not None, outline=False):
         traced = _read_marks(graphs.trace(joint, [*examples, *tangents], decompose=policy is None))
     if policy is None:
-        halves = graphs.min_cut(traced, number, len(tangents))
+        halves = graphs.min_cut(traced, number, len(outputs))
     else:
-        halves = graphs.cut(traced, number, len(tangents), policy)
+        halves = graphs.cut(traced, number, len(outputs), policy)
     names = _register(halves.forward), _register(halves.backward)
-    return Pair(*names, len(tangents), halves.kept, halves.residuals, wanted, structure, outline)
+    return Pair(*names, len(outputs), floats, halves.kept, halves.residuals, wanted, structure, outline)
 
 
 def _read_marks(graph: GraphModule) -> GraphModule:
@@ -245,13 +250,13 @@ class _Region(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         pair, tensors = inputs[0], inputs[1:]
         ctx.pair = pair
-        ctx.mark_non_differentiable(*output[pair.outputs :])
+        ctx.mark_non_differentiable(*(out for place, out in enumerate(output) if place not in pair.floats))
         ctx.save_for_backward(*(tensors[index] for index in pair.kept), *(output[index] for index in pair.residuals))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pair = ctx.pair
-        grads = iter(_RegionBackward.apply(pair, *ctx.saved_tensors, *cotangents[: pair.outputs]))
+        grads = iter(_RegionBackward.apply(pair, *ctx.saved_tensors, *(cotangents[place] for place in pair.floats)))
         return (None, *(next(grads) if want else None for want in pair.wanted))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from functional_booster.kernels import graph as graphs
-from functional_booster.kernels import tree
+from functional_booster.kernels import transforms, tree
 
 from . import region
 from .checkpoint_policies import Policy, everything_saveable, nothing_saveable
@@ -40,8 +40,8 @@ def checkpoint_name(x: torch.Tensor, name: str) -> torch.Tensor:
 def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callable[..., Tree]:
     """``fn`` whose backward computes again what ``policy`` does not save: the same numbers, less memory.
 
-    ``fn(*trees) -> tree`` must be pure, and take what is differentiated as arguments. Under vmap, jvp or a second grad
-    the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called, and, at the
+    ``fn(*trees, **trees) -> tree`` must be pure, and take what is differentiated as arguments. Under vmap, jvp or a
+    second grad the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called, and, at the
     call, ValueError where ``fn`` closes over a tensor that is differentiated.
     """
     if not callable(fn):
@@ -52,13 +52,16 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
         return fn
     cache: dict[Any, region.Pair] = {}
 
-    def wrapped(*args: Tree) -> Tree:
+    def called(args: tuple[Tree, ...], kwargs: dict[str, Tree]) -> Tree:
+        return fn(*args, **kwargs)
+
+    def wrapped(*args: Tree, **kwargs: Tree) -> Tree:
         region.refuse_captured(fn)
         environment = current()
         simple = graphs.transforms() in ((), ("Grad",))
         if simple and (environment.outline or policy is not nothing_saveable):
-            return region.call(fn, args, cache, policy, environment.outline)
-        return _recompute(fn, args)
+            return region.call(called, (args, kwargs), cache, policy, environment.outline)
+        return _recompute(called, (args, kwargs))
 
     return wrapped
 
@@ -97,12 +100,15 @@ def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...,
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
             ctx.save_for_backward(*inputs)
+            ctx.floats = [place for place, out in enumerate(output) if transforms.is_differentiable(out)]
+            ctx.mark_non_differentiable(*(out for place, out in enumerate(output) if place not in ctx.floats))
 
         @staticmethod
-        def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-            inputs = ctx.saved_tensors
+        def backward(ctx: Any, *every: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            inputs, floats = ctx.saved_tensors, ctx.floats
+            cotangents = tuple(every[place] for place in floats)
             needed = zip(inputs, ctx.needs_input_grad, strict=True)
-            wanted = [place for place, (x, need) in enumerate(needed) if need and x.is_floating_point()]
+            wanted = [place for place, (x, need) in enumerate(needed) if need and transforms.is_differentiable(x)]
 
             def pullback(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 primals, cotangents = list(values[: len(inputs)]), values[len(inputs) :]
@@ -114,7 +120,8 @@ def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...,
                     filled = list(primals)
                     for place, value in zip(wanted, differentiated, strict=True):
                         filled[place] = value
-                    return flat(*filled)
+                    results = flat(*filled)
+                    return tuple(results[place] for place in floats)
 
                 _, pull = torch.func.vjp(of_wanted, *(primals[place] for place in wanted))[:2]
                 return tuple(pull(cotangents))

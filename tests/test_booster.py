@@ -104,6 +104,12 @@ class TestInit:
         for line in ("in.w: shape (2, 7), expected (5, 7)", "out.b: missing", "out.extra: unexpected", "out.w: int"):
             assert line in str(error.value)
 
+    def test_a_state_made_in_inference_mode_trains(self, booster: fb.Booster) -> None:
+        with torch.inference_mode():
+            state = booster.init(MODEL, TX, key=fb.random.key(0))
+        _, metrics = booster.train_step(loss_fn, TX, jit=False)(state, rows(4))
+        assert metrics["grad_norm"].item() > 0
+
     def test_elementwise_optimizers_see_one_buffer(self, state: fb.TrainState) -> None:
         assert len(state.storage.buffers) == 1
         assert fb.tree.leaves(state.frozen)[0].shape == (CLASSES,)

@@ -274,3 +274,23 @@ def test_static_values_that_are_equal_but_differ() -> None:
     x = torch.tensor([1, 2])
     assert scaled(x, 1).dtype == torch.int64
     assert scaled(x, 1.0).dtype == torch.float32
+
+
+@pytest.mark.parametrize("outline", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_integer_results_and_keywords(form: str, outline: bool) -> None:
+    def head(x: torch.Tensor, *, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        y = scale * x.sin()
+        return {"best": y.argmax(), "value": y.square().sum()}
+
+    def loss(layer: Any) -> Any:
+        def fn(x: torch.Tensor, scale: torch.Tensor) -> Any:
+            out = layer(x, scale=scale)
+            return out["value"] * (1 + out["best"]), out["best"]
+
+        return fn
+
+    inputs = torch.linspace(-1, 1, 5, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)
+    expected = fb.grad_and_value(loss(head), argnums=(0, 1), has_aux=True)(*inputs)
+    with bind(outline=outline):
+        assert_equal(fb.grad_and_value(loss(FORMS[form](head)), argnums=(0, 1), has_aux=True)(*inputs), expected)
