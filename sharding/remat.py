@@ -41,8 +41,8 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
     """``fn`` whose backward computes again what ``policy`` does not save: the same numbers, less memory.
 
     ``fn(*trees, **trees) -> tree`` must be pure, and take what is differentiated as arguments. Under vmap, jvp or a
-    second grad the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called, and, at the
-    call, ValueError where ``fn`` closes over a tensor that is differentiated.
+    second grad the inputs alone are saved, whatever the policy. Raises TypeError for a policy that cannot be called,
+    and, at the call, ValueError where ``fn`` closes over a tensor that is differentiated.
     """
     if not callable(fn):
         raise TypeError(f"fn: {type(fn).__name__}, expected a function")
