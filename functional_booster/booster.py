@@ -272,7 +272,7 @@ def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
         if not donate or graph.transforms() or graph.is_tracing():
             return result
         own = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
-        consume(state, tree.leaves(state), fn.__name__)
+        consume(state, [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)], fn.__name__)
         return own
 
     return wrapped

@@ -200,6 +200,7 @@ def _model(config: Train) -> Any:
         num_attention_heads=config.n_head,
         num_key_value_heads=config.n_head,
         intermediate_size=-(-config.n_embd * 8 // 3 // 64) * 64,
+        tie_word_embeddings=True,
     )
 
 

@@ -17,8 +17,8 @@ Tree = tree.Tree
 class Policy:
     """Dtypes of a training step; None means: as it is, no cast.
 
-    ``param``: stored parameters (the master weights); ``compute``: parameters inside the loss, and what a functionalized
-    or boosted module is called with; ``output``: what a boosted module returns; ``reduce``: gradients in collectives; ``accumulate``:
+    ``param``: stored parameters (the master weights); ``compute``: parameters inside the loss, and what a module is
+    called with; ``output``: what a boosted module returns; ``reduce``: gradients in collectives; ``accumulate``:
     gradients summed over microbatches.
     """
 

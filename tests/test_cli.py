@@ -118,7 +118,7 @@ def test_what_a_crash_left_is_resumed() -> None:
 
 
 def test_the_checkpoint_is_one_that_the_library_loads() -> None:
-    assert train("--out", "run") == 0
+    assert train("--out", "run", "--model", "gpt2") == 0
     model = fb.models.gpt2(vocab_size=256, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     tx = fb.optim.adamw(fb.schedules.cosine_warmup(peak=3e-3, total_steps=12, warmup_steps=2), weight_decay=0.1)
     booster = fb.Booster(device="cpu")
@@ -339,7 +339,7 @@ CONFIG = "run/config.json"
     [
         (lambda: replace(CONFIG, '"n_layer": 1', '"n_layer": "1"'), "config.json is not the config.*n_layer is '1'"),
         (lambda: replace(CONFIG, '"n_layer": 1', '"n_layer": true'), "config.json is not the config.*n_layer is True"),
-        (lambda: replace(CONFIG, '"gpt2"', '"bert"'), "config.json is not the config.*model is 'bert'"),
+        (lambda: replace(CONFIG, '"llama"', '"bert"'), "config.json is not the config.*model is 'bert'"),
         (lambda: replace(CONFIG, '"jit": false', '"jit": 0'), "config.json is not the config.*jit is 0"),
         (lambda: replace(CONFIG, '"n_layer": 1,', ""), "config.json is not the config.*settings .'n_layer'"),
         (lambda: replace(CONFIG, '"text"', '"test"'), "config.json is not the config.*'text'"),

@@ -8,7 +8,7 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,15 @@ def test_a_signal_finishes_the_step_saves_and_returns(number: signal.Signals) ->
     assert signal.getsignal(number) is before
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, which a shell takes away from what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once_and_saves_nothing() -> None:
     saved: list[str] = []
 
