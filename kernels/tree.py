@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
@@ -164,17 +165,20 @@ def register(cls: type[T], children: tuple[str, ...], static: tuple[str, ...] = 
             f"register: {cls.__name__} has the fields {fields}, got children {children} and static {static}"
         )
 
+    get_children, get_static = _getter(children), _getter(static)
+    names = (*children, *static)
+    slotted = "__slots__" in vars(node_class)
+
     def to_children(node: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], tuple[str, ...]]:
-        return (
-            tuple(getattr(node, name) for name in children),
-            tuple(getattr(node, name) for name in static),
-            children,
-        )
+        return get_children(node), get_static(node), children
 
     def from_children(meta: Any, values: Iterable[Any]) -> Any:
         node = object.__new__(cls)
-        for name, value in zip((*children, *static), (*values, *meta), strict=True):
-            object.__setattr__(node, name, value)
+        if slotted:
+            for name, value in zip(names, (*values, *meta), strict=True):
+                object.__setattr__(node, name, value)
+        else:
+            vars(node).update(zip(names, (*values, *meta), strict=True))
         return node
 
     optree.register_pytree_node(node_class, to_children, from_children, namespace=NAMESPACE)
@@ -212,6 +216,13 @@ def hash_once(cls: type[T]) -> type[T]:
     for name, method in (("__hash__", hash_), ("__eq__", eq), ("__getstate__", getstate)):
         setattr(cls, name, method)
     return cls
+
+
+def _getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    """The function from an object to these attributes of it; operator.attrgetter, but a tuple for one name, too."""
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda node: tuple(getattr(node, name) for name in names)
 
 
 def _join(path: Iterable[Any]) -> str:
