@@ -200,7 +200,8 @@ def _build(
             return tuple(every[place] for place in floats), every
 
         differentiated = [value for value, want in zip(primals, wanted, strict=True) if want]
-        _, pull, every = torch.func.vjp(of_wanted, *differentiated, has_aux=True)
+        pulled: Any = torch.func.vjp(of_wanted, *differentiated, has_aux=True)
+        _, pull, every = pulled
         return [*every, *pull(tuple(cotangents))]
 
     def forward_only(*leaves: torch.Tensor) -> list[torch.Tensor]:
