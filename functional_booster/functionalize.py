@@ -48,6 +48,7 @@ def functionalize(module: nn.Module) -> Model:
       statistics) stay so: modes are those that the module had when it was functionalized. A dict {submodule name:
       bool}, as of ``named_modules``, sets each mode.
       Inside a step, floating-point arguments are cast to the dtype that its precision computes in.
+      An argument of the module's own that is called key, train, buffers or mutable is given by position.
     - ``buffers()`` copies every buffer, those outside the state dict too.
     - ``loss(params, batch, key=None, buffers=None)``, for Hugging Face causal language models, is the next-token loss
       of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to ``losses.labels_from`` of the tokens and
