@@ -14,15 +14,36 @@ from typing import Any
 import torch
 
 
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """A mesh axis as a program on one rank sees it.
+
+    ``index``: this rank's place along it; on a virtual mesh a 0-d int32 tensor, batched at the axis's own vmap level.
+    ``group``: the name of its process group on a real mesh; None on a virtual one, and where one rank is all there is.
+    """
+
+    name: str
+    size: int
+    index: torch.Tensor | int
+    group: str | None = None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a graph traced along this axis depends on, hashable."""
+        return (self.name, self.size, self.group, None if isinstance(self.index, torch.Tensor) else self.index)
+
+
 @dataclass(frozen=True)
 class Environment:
     """How what is traced is to be treated.
 
-    ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint graph is traced to be cut, so
-    named values leave a mark in it. ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train``
-    says. ``compute``: the dtype that floating-point inputs of functionalized modules are cast to.
+    ``axes``: the mesh axes, in order. ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint
+    graph is traced to be cut, so named values leave a mark in it. ``evaluating``: nothing is dropped, and no key is
+    asked for, whatever ``train`` says. ``compute``: the dtype that floating-point inputs of functionalized modules are
+    cast to.
     """
 
+    axes: tuple[Axis, ...] = ()
     outline: bool = False
     marks: bool = False
     evaluating: bool = False
@@ -31,7 +52,11 @@ class Environment:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a graph traced in this environment depends on, hashable."""
-        return (self.outline, self.evaluating, self.compute)
+        return (self.outline, self.evaluating, self.compute, *(axis.key for axis in self.axes))
+
+    def axis(self, name: str) -> Axis | None:
+        """The axis of this name, None where nobody declares it."""
+        return next((axis for axis in self.axes if axis.name == name), None)
 
 
 _current: ContextVar[Environment] = ContextVar("environment", default=Environment())
