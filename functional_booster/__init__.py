@@ -7,6 +7,7 @@ from functional_booster.kernels.transforms import grad, grad_and_value, vjp, vma
 from functional_booster.precision import Policy
 from functional_booster.sharding import checkpoint_policies, initializers
 from functional_booster.sharding.abstract import ArrayInfo, initialize
+from functional_booster.sharding.mesh import Mesh, spmd, virtual_mesh
 from functional_booster.sharding.region import region
 from functional_booster.sharding.remat import checkpoint_name, remat
 from functional_booster.sharding.spec import P, PartitionSpec
@@ -19,6 +20,7 @@ from .functionalize import functionalize
 from .generate import generate
 from .jit import Jitted, RecompileWarning, jit
 from .models.model import Model
+from .plugins import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from .state import TrainState
 
 __version__ = "0.1.0"
@@ -28,11 +30,15 @@ __all__ = [
     "Booster",
     "DonatedError",
     "Jitted",
+    "LowLevelZeroPlugin",
+    "Mesh",
     "Model",
     "P",
     "PartitionSpec",
     "Policy",
     "RecompileWarning",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
     "TrainState",
     "checkpoint_name",
     "checkpoint_policies",
@@ -56,8 +62,10 @@ __all__ = [
     "region",
     "remat",
     "schedules",
+    "spmd",
     "trackers",
     "tree",
+    "virtual_mesh",
     "visualize",
     "vjp",
     "vmap",

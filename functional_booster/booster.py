@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from functional_booster import checkpoint, imperative, optim, step
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast, policy_of
-from functional_booster.sharding import environment
+from functional_booster.sharding import environment, shards
 from functional_booster.sharding.abstract import ArrayInfo
+from functional_booster.sharding.mesh import Replicated, own, spmd
+from functional_booster.sharding.rows import microbatches, split_rows
 
 from .donation import consume, consumed_by, refuse_consumed
 from .jit import Jitted, jit
 from .lowered import Lowered
 from .models.model import Model
-from .state import Abstract, TrainState, disassemble
+from .plugins import Plan, Plugin, plan
+from .state import Abstract, TrainState, assemble, check_params, disassemble, on_ranks
 
 Tree = tree.Tree
 
@@ -33,19 +36,22 @@ class Booster:
     """``Booster(device=None, mixed_precision=None, plugin=None)``, Colossal-AI's entry point; it keeps no state.
 
     ``device``: where states live (None: the GPU if there is one, else the CPU). ``mixed_precision``: None, "fp32",
-    "bf16" or a Policy. ``plugin``: None, one device. Raises ValueError for an unknown name or device, TypeError for
-    other types.
+    "bf16" or a Policy. ``plugin``: None, one device, or how to lay a run out over many ranks: over ``mesh`` (a
+    ``fb.virtual_mesh`` or a torch DeviceMesh), or, without one, over the processes of torch.distributed. Raises
+    ValueError for an unknown name or device and for ranks that the plugin cannot lay out, TypeError for other types.
     """
 
     device: Any = None
     mixed_precision: str | Policy | None = None
-    plugin: None = None
+    plugin: Plugin | None = None
+    mesh: Any = None
+    plan: Plan = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _device(self.device))
         policy_of(self.mixed_precision)
-        if self.plugin is not None:
-            raise TypeError(f"plugin: {self.plugin!r}, expected None: this version trains on one device")
+        object.__setattr__(self, "plan", plan(self.plugin, self.mesh, self.device.type))
+        object.__setattr__(self, "mesh", self.plan.mesh if self.plugin is not None else None)
 
     @property
     def policy(self) -> Policy:
@@ -67,7 +73,7 @@ class Booster:
         if params is None:
             params = model.init(key.to(self.device))  # born where they will live
         else:
-            _check_params(params, model.abstract)
+            check_params(params, model.abstract)
         return self._state(model, optim.as_transformation(tx), params, stream)
 
     def abstract(self, model: Model, tx: Any) -> TrainState:
@@ -109,29 +115,42 @@ class Booster:
         """
         policy = self.policy
 
-        def evaluate(state: TrainState, batch: Tree) -> step.Metrics:
-            params = cast(state.params, policy.compute)
+        def local(state: TrainState, batch: Tree) -> Replicated:
+            params = step.gathered(policy, state.plan.plugin, step.prepare(policy, state))
             with environment.bind(evaluating=True, compute=policy.compute):
-                loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
-            return {"loss": step.mean(loss, weight), "tokens": weight, **aux}
+                loss, weight, aux, buffers = step.evaluate(loss_fn, params, batch, None, state.buffers)
+            weighted = {name: value * weight for name, value in aux.items()}
+            sums = step.totals(step.Sums(None, loss, weight, weighted, buffers), state.plan.plugin.data_axes)
+            means = {name: step.mean(value, sums.weight) for name, value in sums.aux.items()}
+            return Replicated({"loss": step.mean(sums.loss, sums.weight), "tokens": sums.weight, **means})
+
+        def evaluate(state: TrainState, batch: Tree) -> step.Metrics:
+            return spmd(local, state.plan.mesh)(on_ranks(state), batch)
 
         run = _jit(evaluate) if jit else _without_tape(evaluate)
 
         def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
             _check(state, batch)
-            return run(state, batch)
+            return run(state, split_rows(batch, state.plan.mesh, state.plan.plugin.data_axes))
 
         return eval_step
 
     def full_params(self, state: TrainState) -> Tree:
-        """The whole parameter tree in fresh storage, in the dtype it is stored in."""
-        return tree.map(torch.clone, state.params)
+        """The whole parameter tree in fresh storage, in the dtype it is stored in; on processes, each must call it."""
+        mesh = state.plan.mesh
+
+        def local(storage: flat.Flat, frozen: flat.Flat | None) -> Replicated:
+            return Replicated(assemble(shards.join(storage), None if frozen is None else shards.join(frozen)))
+
+        with torch.no_grad():
+            return tree.map(torch.clone, spmd(local, mesh)(state.storage, state.frozen))
 
     def shard(self, params: Tree, like: TrainState) -> TrainState:
         """``like`` with these parameters, laid out as its own: the inverse of ``full_params``. Raises as ``init``."""
-        _check_params(params, like.abstract.tree)
+        check_params(params, like.abstract.tree)
         placed = tree.map(lambda leaf, info: leaf.to(self.device, info.dtype), params, like.abstract.tree)
-        return like.replace(params=tree.map(torch.clone, placed))
+        storage, frozen = _laid_out(placed, like.layouts, like.plan)
+        return like.replace(storage=storage, frozen=frozen)
 
     def boost(
         self,
@@ -188,21 +207,39 @@ class Booster:
             placed,
             model.abstract,
         )
-        trained, _ = tree.partition(described, tree.map(lambda info: info.trainable, described))
+        trained, frozen = tree.partition(described, tree.map(lambda info: info.trainable, described))
         labels = tree.unflatten(tree.structure(trained), optim.leaf_labels(tx, trained))
-        storage, frozen = disassemble(placed, flat.plan(trained, labels))
+        plugin, mesh = self.plan.plugin, self.plan.mesh
+        layout = plugin.layout(trained, labels, mesh)
+        alike = tree.map(lambda _: (), frozen)  # no optimizer tells frozen leaves apart
+        frozen_layout = plugin.layout(frozen, alike, mesh) if tree.leaves(frozen) else None
+        storage, still = _laid_out(placed, (layout, frozen_layout), self.plan)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return TrainState(
             step=zero,
             position=zero.clone(),
             storage=storage,
-            frozen=frozen,
-            opt_state=tx.init(storage),
+            frozen=still,
+            opt_state=own(spmd(tx.init, mesh)(storage)),
             buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), model.buffers()),
             key=key.to(device, copy=True),
             loss_scale=torch.ones((), dtype=torch.float32, device=device),
             abstract=Abstract.of(described),
+            plan=self.plan,
         )
+
+
+def _laid_out(
+    params: Tree, layouts: tuple[flat.Layout, flat.Layout | None], plan: Plan
+) -> tuple[flat.Flat, flat.Flat | None]:
+    """The storage of these parameters, trained and frozen, in fresh memory. No communication."""
+
+    def local(whole: Tree) -> tuple[flat.Flat, flat.Flat | None]:
+        storage, frozen = disassemble(whole, *layouts)
+        return shards.part(storage), None if frozen is None else shards.part(frozen)
+
+    with torch.no_grad():
+        return own(spmd(local, plan.mesh)(Replicated(params)))
 
 
 _jit = jit  # the methods have an argument of this name
@@ -214,28 +251,36 @@ class TrainStep:
 
     recipe: step.Recipe
     donate: bool
-    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        _check(state, batch)
-        whole, further, finish = self.parts
-        batches = step.microbatches(batch, self.recipe.accumulate)
+        prepare, whole, further, finish = self.parts
+        batches = self._microbatches(state, batch)
         if len(batches) == 1:
             return whole(state, batches[0])
-        sums = step.zeros(self.recipe, state, batches[0])
+        prepared = prepare(state)
+        sums = step.zeros(self.recipe, state, prepared, batches[0])
         for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
-            sums = further(sums, state, batches[index], microbatch)
+            sums = further(sums, state, prepared, batches[index], microbatch)
         return finish(state, sums)
 
     def lower(self, state: TrainState, batch: Tree) -> Lowered:
         """The graph of this call, untouched by it; of the microbatch when there is accumulation."""
-        _check(state, batch)
-        whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in self.parts)
-        batches = step.microbatches(batch, self.recipe.accumulate)
+        prepare, *parts = self.parts
+        whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in parts)
+        batches = self._microbatches(state, batch)
         if len(batches) == 1:
             return whole.lower(state, batches[0])
+        prepared = prepare(state)
         first = torch.zeros((), dtype=torch.int32, device=state.step.device)
-        return further.lower(step.zeros(self.recipe, state, batches[0]), state, batches[0], first)
+        return further.lower(step.zeros(self.recipe, state, prepared, batches[0]), state, prepared, batches[0], first)
+
+    def _microbatches(self, state: TrainState, batch: Tree) -> list[Tree]:
+        """The batch as the mesh's ranks take it, cut into microbatches."""
+        _check(state, batch)
+        mesh = state.plan.mesh
+        stacked = split_rows(batch, mesh, state.plan.plugin.data_axes)
+        return microbatches(stacked, self.recipe.accumulate, len(mesh.axes) if mesh.virtual else 0)
 
     @property
     def compiles(self) -> int:
@@ -244,22 +289,40 @@ class TrainStep:
 
 
 def _train_step(recipe: step.Recipe, compiled: bool, donate: bool) -> TrainStep:
-    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        return step.update(recipe, state, step.gradients(recipe, state, batch))
+    def prepare(state: TrainState) -> step.Prepared:
+        return spmd(functools.partial(step.prepare, recipe.policy), state.plan.mesh)(on_ranks(state))
 
-    def microbatch(sums: step.Sums, state: TrainState, batch: Tree, index: torch.Tensor) -> step.Sums:
-        return step.add(sums, step.gradients(recipe, state.replace(buffers=sums.buffers), batch, index))
+    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        def local(state: TrainState, batch: Tree) -> tuple[TrainState, Replicated]:
+            sums = step.gradients(recipe, state, step.prepare(recipe.policy, state), batch)
+            new, metrics = step.update(recipe, state, sums)
+            return on_ranks(new), Replicated(metrics)
+
+        return spmd(local, state.plan.mesh)(on_ranks(state), batch)
+
+    def microbatch(
+        sums: step.Sums, state: TrainState, prepared: step.Prepared, batch: Tree, index: torch.Tensor
+    ) -> step.Sums:
+        def local(sums: step.Sums, state: TrainState, *rest: Any) -> step.Sums:
+            return step.add(sums, step.gradients(recipe, state.replace(buffers=sums.buffers), *rest))
+
+        return spmd(local, state.plan.mesh)(sums, on_ranks(state), prepared, batch, Replicated(index))
 
     def finish(state: TrainState, sums: step.Sums) -> tuple[TrainState, step.Metrics]:
-        return step.update(recipe, state, sums)
+        def local(state: TrainState, sums: step.Sums) -> tuple[TrainState, Replicated]:
+            new, metrics = step.update(recipe, state, sums)
+            return on_ranks(new), Replicated(metrics)
+
+        return spmd(local, state.plan.mesh)(on_ranks(state), sums)
 
     finish.__name__ = train_step.__name__
     if compiled:
         given = (0,) if donate else ()
-        parts = _jit(train_step, donate=given), _jit(microbatch, donate=0), _jit(finish, donate=given)
+        run = _jit(train_step, donate=given), _jit(microbatch, donate=0), _jit(finish, donate=given)
     else:
-        parts = _eager(train_step, donate), _without_tape(microbatch), _eager(finish, donate)
-    return TrainStep(recipe, donate, parts)
+        run = _eager(train_step, donate), _without_tape(microbatch), _eager(finish, donate)
+    # A cast or a gather for each buffer, once a step: nothing to compile there.
+    return TrainStep(recipe, donate, (_without_tape(prepare), *run))
 
 
 def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
@@ -315,20 +378,3 @@ def _device(device: str | torch.device | None) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ValueError(f"device: {str(chosen)!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", index)
-
-
-def _check_params(params: Tree, abstract: Tree) -> None:
-    """Raise ValueError listing every leaf of ``params`` that is missing, unexpected or of another shape."""
-    given, wanted = tree.named_leaves(params), tree.named_leaves(abstract)
-    problems = [f"{name}: missing" for name in wanted if name not in given]
-    problems += [f"{name}: unexpected" for name in given if name not in wanted]
-    for name in given.keys() & wanted.keys():
-        leaf, info = given[name], wanted[name]
-        if not isinstance(leaf, torch.Tensor):
-            problems.append(f"{name}: {type(leaf).__name__}, expected a torch.Tensor")
-        elif leaf.is_floating_point() != info.dtype.is_floating_point or leaf.is_complex() != info.dtype.is_complex:
-            problems.append(f"{name}: {leaf.dtype}, expected {info.dtype}")
-        elif tuple(leaf.shape) != tuple(info.shape):
-            problems.append(f"{name}: shape {tuple(leaf.shape)}, expected {tuple(info.shape)}")
-    if problems:
-        raise ValueError("params do not fit the model:\n  " + "\n  ".join(sorted(problems)))

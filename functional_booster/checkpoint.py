@@ -14,6 +14,7 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from functional_booster.kernels import flat, tree
+from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
+from functional_booster.sharding.mesh import Replicated, own, spmd
 
 from . import locking
 from .donation import refuse_consumed
-from .state import TrainState, disassemble
+from .state import TrainState, disassemble, on_ranks
 
 Tree = tree.Tree
 MANIFEST = "manifest.json"
@@ -122,8 +125,14 @@ def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def named_tensors(state: TrainState) -> dict[str, Any]:
-    """{name: leaf} of a state, as the model names them, whatever the layout: params.*, opt_state.*, step, ..."""
-    return tree.named_leaves(_plain(state))
+    """{name: leaf} of a state, as the model names them, whatever the layout: params.*, opt_state.*, step, ...
+
+    Whole tensors: on processes, each must call it.
+    """
+    mesh = state.plan.mesh
+    if any(isinstance(leaf, ArrayInfo) for leaf in tree.leaves(state)):
+        return tree.named_leaves(_described_plainly(state))
+    return tree.named_leaves(spmd(lambda state: Replicated(_plain(state)), mesh)(on_ranks(state)))
 
 
 def _publish(directory: Path, tensors: dict[str, torch.Tensor], counters: dict[str, int], alone: bool) -> None:
@@ -193,21 +202,19 @@ def _on_host(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _plain(state: TrainState) -> dict[str, Tree]:
-    parts = {name: getattr(state, name) for name in ("step", "position", "opt_state", "buffers", "key", "loss_scale")}
+    """The parts of a state as trees of whole leaves; runs on every rank."""
+    names = ("step", "position", "opt_state", "buffers", "key", "loss_scale", "storage", "frozen")
+    parts = {name: getattr(state, name) for name in names}
     plain = tree.map(lambda node: _expand(node) if _is_flat(node) else node, parts, is_leaf=_is_flat)
-    return {**plain, "params": _params(state)}
-
-
-def _params(state: TrainState) -> Tree:
-    trained = _expand(state.storage)
-    return trained if state.frozen is None else tree.combine(trained, state.frozen)
+    trained, frozen = plain.pop("storage"), plain.pop("frozen")
+    return {**plain, "params": trained if frozen is None else tree.combine(trained, frozen)}
 
 
 def _expand(node: flat.Flat) -> Tree:
-    """The tree of a Flat: views of its buffers, or slots with their dtype where it holds ArrayInfo; None where None."""
+    """The tree of a Flat: whole leaves, or slots with their dtype where it holds ArrayInfo; None where None."""
     held = [leaf for leaf in node.buffers.values() if leaf is not None]
     if all(isinstance(leaf, torch.Tensor) for leaf in held):
-        return flat.unravel(node)
+        return flat.unravel(shards.join(node))
     slots = [
         None if (info := node.buffers[slot.bucket]) is None else ArrayInfo(slot.shape, info.dtype)
         for slot in node.layout.slots
@@ -215,16 +222,35 @@ def _expand(node: flat.Flat) -> Tree:
     return tree.unflatten(node.layout.structure, slots)
 
 
+def _described_plainly(like: TrainState) -> dict[str, Tree]:
+    """``_plain`` of a state's ArrayInfo, as one rank has them."""
+    mesh = like.plan.mesh
+    lead = len(mesh.axes) if mesh.virtual else 0
+
+    def of_one_rank(node: Any) -> Any:
+        return node if _is_flat(node) else replace(ArrayInfo.of(node), shape=tuple(node.shape)[lead:])
+
+    infos = tree.map(ArrayInfo.of, like)
+    return _plain(infos.replace(opt_state=tree.map(of_one_rank, infos.opt_state, is_leaf=_is_flat)))
+
+
 def _restore(like: TrainState, tensors: dict[str, torch.Tensor]) -> TrainState:
-    plain = _plain(like)
+    mesh = like.plan.mesh
+    plain = _described_plainly(like)
     filled = tree.unflatten(tree.structure(plain), [tensors[name] for name in tree.names(plain)])
-    storage, frozen = disassemble(filled.pop("params"), like.storage.layout)
-    nodes, structure = tree.flatten({name: getattr(like, name) for name in filled}, is_leaf=_is_flat)
-    parts = [
-        flat.ravel(value, node.layout) if _is_flat(node) else value
-        for node, value in zip(nodes, structure.flatten_up_to(filled), strict=True)
-    ]
-    return like.replace(storage=storage, frozen=frozen, **tree.unflatten(structure, parts))
+    others = {name: getattr(like, name) for name in filled if name != "params"}
+    nodes, structure = tree.flatten(others, is_leaf=_is_flat)
+
+    def local(values: dict[str, Tree]) -> TrainState:
+        storage, frozen = disassemble(values.pop("params"), *like.layouts)
+        parts = [
+            shards.part(flat.ravel(value, node.layout)) if _is_flat(node) else value
+            for node, value in zip(nodes, structure.flatten_up_to(values), strict=True)
+        ]
+        still = None if frozen is None else shards.part(frozen)
+        return on_ranks(like.replace(**tree.unflatten(structure, parts), storage=shards.part(storage), frozen=still))
+
+    return own(spmd(local, mesh)(Replicated(filled)))
 
 
 def _is_flat(node: Any) -> bool:

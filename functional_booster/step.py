@@ -6,6 +6,7 @@ accumulation there are two, the microbatch (added to the sums so far) and the up
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -18,8 +19,12 @@ from functional_booster import optim
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast
 from functional_booster.sharding import environment
+from functional_booster.sharding.collectives import axis_index, pmax, pmean, psum
+from functional_booster.sharding.mesh import own, spmd
+from functional_booster.sharding.rows import rows_of
 
-from .state import TrainState, assemble
+from .plugins import Plugin
+from .state import TrainState, assemble, on_ranks
 
 Tree = tree.Tree
 LossFn = Callable[..., Any]
@@ -39,6 +44,17 @@ class Sums:
 
 
 tree.register(Sums, ("grads", "loss", "weight", "aux", "buffers"))
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The parameters as a plugin prepares them for the microbatches of one step."""
+
+    trained: flat.Flat
+    frozen: flat.Flat | None
+
+
+tree.register(Prepared, ("trained", "frozen"))
 
 
 @dataclass(frozen=True)
@@ -63,32 +79,52 @@ class Recipe:
             raise ValueError(f"max_norm: {self.max_norm!r}, expected a positive number, or None for no clipping")
 
 
-def gradients(recipe: Recipe, state: TrainState, batch: Tree, microbatch: int | torch.Tensor = 0) -> Sums:
-    """Gradients of the loss sum with respect to the storage, in the compute dtype, and the sums beside it."""
-    key = random.fold_in(random.fold_in(state.key, state.position), microbatch)
-    frozen = cast(state.frozen, recipe.policy.compute)
+def gradients(
+    recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree, microbatch: int | torch.Tensor = 0
+) -> Sums:
+    """Gradients of the loss sum with respect to what was prepared, reduced as the plugin does, and the sums beside it.
 
-    def summed(storage: flat.Flat) -> tuple[torch.Tensor, tuple[torch.Tensor, dict[str, Any], Tree]]:
-        loss, weight, aux, buffers = evaluate(recipe.loss_fn, assemble(storage, frozen), batch, key, state.buffers)
+    Rows of one place in the global batch have one key, however many ranks and microbatches it is split into.
+    """
+    plugin, axes = state.plan.plugin, state.plan.plugin.data_axes
+    place = axis_index(axes) * recipe.accumulate + microbatch if axes else microbatch
+    key = random.fold_in(random.fold_in(state.key, state.position), place)
+
+    def summed(trained: flat.Flat) -> tuple[torch.Tensor, tuple[torch.Tensor, dict[str, Any], Tree]]:
+        params = gathered(recipe.policy, plugin, Prepared(trained, prepared.frozen))
+        loss, weight, aux, buffers = evaluate(recipe.loss_fn, params, batch, key, state.buffers)
         return loss, (weight, aux, buffers)
 
-    storage = cast(state.storage, recipe.policy.compute)
     with environment.bind(compute=recipe.policy.compute):
-        grads, (loss, (weight, aux, buffers)) = transforms.grad_and_value(summed, has_aux=True)(storage)
+        grads, (loss, (weight, aux, buffers)) = transforms.grad_and_value(summed, has_aux=True)(prepared.trained)
+    grads = plugin.reduce(grads, recipe.policy)
     grads = cast(grads, recipe.policy.accumulate) if recipe.accumulate > 1 else grads
     return Sums(grads, loss, weight, {name: value * weight for name, value in aux.items()}, buffers)
 
 
-def zeros(recipe: Recipe, state: TrainState, batch: Tree) -> Sums:
+def prepare(policy: Policy, state: TrainState) -> Prepared:
+    """What the microbatches of one step have in common: the parameters as the plugin prepares them."""
+    plugin = state.plan.plugin
+    frozen = None if state.frozen is None else plugin.prepare(state.frozen, policy)
+    return Prepared(plugin.prepare(state.storage, policy), frozen)
+
+
+def gathered(policy: Policy, plugin: Plugin, prepared: Prepared) -> Tree:
+    """The parameter tree that the loss sees."""
+    frozen = None if prepared.frozen is None else plugin.gather(prepared.frozen, policy)
+    return assemble(plugin.gather(prepared.trained, policy), frozen)
+
+
+def zeros(recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree) -> Sums:
     """The sums over no microbatch, in fresh storage; ``batch`` is one microbatch, of which the shapes matter alone."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = tree.map(
-            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (state, batch)
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (state, prepared, batch)
         )
-        sums = gradients(recipe, *fakes)
-    device = state.step.device
-    fresh = tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=device), sums)
-    return replace(fresh, buffers=tree.map(torch.clone, state.buffers))
+        sums = spmd(functools.partial(gradients, recipe), state.plan.mesh)(on_ranks(fakes[0]), *fakes[1:])
+    buffers = spmd(lambda state: state.buffers, state.plan.mesh)(on_ranks(state))
+    fresh = tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=state.step.device), sums)
+    return replace(fresh, buffers=own(buffers))
 
 
 def add(sums: Sums, more: Sums) -> Sums:
@@ -97,8 +133,25 @@ def add(sums: Sums, more: Sums) -> Sums:
     return Sums(grads, loss, weight, aux, more.buffers)
 
 
+def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
+    """The scalars summed over the data ranks, in one psum; buffers that all ranks have; gradients as they are."""
+    if not axes:
+        return sums
+    scalars, structure = tree.flatten((sums.loss, sums.weight, sums.aux))
+    added = psum(torch.stack([scalar.to(torch.float64) for scalar in scalars]), axes).unbind()
+    loss, weight, aux = tree.unflatten(structure, [x.to(y.dtype) for x, y in zip(added, scalars, strict=True)])
+    return Sums(sums.grads, loss, weight, aux, tree.map(lambda leaf: _agreed(leaf, axes), sums.buffers))
+
+
+def _agreed(buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """One value for all ranks: the mean of statistics; counters count the same on each."""
+    return pmean(buffer, axes) if buffer.is_floating_point() else pmax(buffer, axes)
+
+
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
     """Divide by the weight once, clip, apply the optimizer; a step whose gradients are not finite changes nothing."""
+    plugin = state.plan.plugin
+    sums = replace(totals(sums, plugin.data_axes), grads=plugin.sync(sums.grads, recipe.policy))
     inverse = _inverse(sums.weight)
     norm = optim.global_norm(sums.grads).to(torch.float64) * inverse
     factor = 1.0 if recipe.max_norm is None else (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -157,7 +210,7 @@ def evaluate(
     loss = parts[0] if len(parts) in (1, 2, 3) else None
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         raise TypeError(f"loss_fn returned {_describe(result)}, {form}")
-    weight = parts[1] if len(parts) > 1 else float(_rows(batch))
+    weight = parts[1] if len(parts) > 1 else float(rows_of(batch))
     if not isinstance(weight, int | float | torch.Tensor):
         raise TypeError(f"loss_fn returned a weight of type {type(weight).__name__}, {form}")
     weight = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
@@ -178,20 +231,6 @@ def evaluate(
 def mean(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``total / weight``, 0 for no weight."""
     return (total * _inverse(weight)).to(total.dtype)
-
-
-def microbatches(batch: Tree, number: int) -> list[Tree]:
-    """The batch cut along dim 0 into ``number`` equal parts; 0-d leaves go to each. Raises ValueError."""
-    if number == 1:
-        return [batch]
-    rows = _rows(batch)
-    if rows % number:
-        raise ValueError(f"batch: {rows} rows cannot be split into accumulate={number} equal microbatches")
-    size = rows // number
-    return [
-        tree.map(lambda leaf, first=first: leaf if leaf.dim() == 0 else leaf[first : first + size], batch)
-        for first in range(0, rows, size)
-    ]
 
 
 def check_batch(batch: Tree, device: torch.device) -> None:
@@ -218,10 +257,6 @@ def check_batch(batch: Tree, device: torch.device) -> None:
         raise ValueError(f"{one} has {first} rows and {other} has {second}: dim 0 of each leaf is the batch's rows")
     if not rows or 0 in rows:
         raise ValueError("batch: no rows in it (dim 0 of each leaf is the batch's rows)")
-
-
-def _rows(batch: Tree) -> int:
-    return next((leaf.shape[0] for leaf in tree.leaves(batch) if leaf.dim()), 1)
 
 
 def _scalar(name: str, value: Any, loss: torch.Tensor) -> torch.Tensor:

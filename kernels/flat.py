@@ -40,10 +40,16 @@ class Slot:
 @tree.hash_once
 @dataclass(frozen=True)
 class Layout:
-    """Which leaf lies where: a static, hashable value. ``slots`` are in the order of the tree's leaves."""
+    """Which leaf lies where: a static, hashable value. ``slots`` are in the order of the tree's leaves.
+
+    A flat bucket's length is a whole number of ``multiple`` aligned parts. ``split`` names the mesh axes that split the
+    buffers of some buckets, so that each rank holds one part; a Flat of whole buffers has the same layout.
+    """
 
     structure: tree.Structure
     slots: tuple[Slot, ...]
+    multiple: int = 1
+    split: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     @cached_property
     def buckets(self) -> dict[str, tuple[Slot, ...]]:
@@ -53,14 +59,25 @@ class Layout:
             grouped.setdefault(slot.bucket, []).append(slot)
         return {name: tuple(slots) for name, slots in sorted(grouped.items())}
 
+    @cached_property
+    def axes(self) -> dict[str, tuple[str, ...]]:
+        """The mesh axes that split each bucket; none for those that every rank holds whole."""
+        return {**dict.fromkeys(self.buckets, ()), **dict(self.split)}
+
     def size(self, bucket: str) -> int:
-        """Elements of a bucket, padding included."""
+        """Elements of a whole bucket, padding included."""
         last = self.buckets[bucket][-1]
-        return last.size if last.offset is None else last.offset + _aligned(last.size)
+        return last.size if last.offset is None else _rounded(last.offset + last.size, ALIGNMENT * self.multiple)
 
     def sections(self, bucket: str) -> list[int]:
         """The lengths that cut a flat bucket: leaf, padding, leaf, padding..."""
-        return [length for slot in self.buckets[bucket] for length in (slot.size, _aligned(slot.size) - slot.size)]
+        slots = self.buckets[bucket]
+        ends = [*(slot.offset for slot in slots[1:]), self.size(bucket)]
+        return [
+            length
+            for slot, end in zip(slots, ends, strict=True)
+            for length in (slot.size, end - slot.offset - slot.size)  # type: ignore[operator]  # a flat bucket's
+        ]
 
 
 @dataclass(frozen=True)
@@ -78,7 +95,7 @@ class Flat:
 tree.register(Flat, ("buffers",), ("layout",))
 
 
-def plan(abstract: Tree, labels: Tree) -> Layout:
+def plan(abstract: Tree, labels: Tree, multiple: int = 1) -> Layout:
     """The layout that joins leaves of equal label and dtype, in order; a leaf whose label is None is kept as it is.
 
     ``abstract`` has leaves with ``shape`` and ``dtype``; ``labels`` has its structure and hashable leaves or None.
@@ -97,8 +114,8 @@ def plan(abstract: Tree, labels: Tree) -> Layout:
         kind = str(dtype).removeprefix("torch.")
         bucket = f"{kind}:{numbers.setdefault((label, dtype), len(numbers))}"
         slots.append(Slot(name, shape, dtype, bucket, ends.get(bucket, 0)))
-        ends[bucket] = ends.get(bucket, 0) + _aligned(math.prod(shape))
-    return Layout(structure, tuple(slots))
+        ends[bucket] = ends.get(bucket, 0) + _rounded(math.prod(shape), ALIGNMENT)
+    return Layout(structure, tuple(slots), multiple)
 
 
 def ravel(values: Tree, layout: Layout) -> Flat:
@@ -107,27 +124,28 @@ def ravel(values: Tree, layout: Layout) -> Flat:
     Raises ValueError where a leaf's shape is not the slot's.
     """
     leaves = tree.flatten_up_to(layout.structure, values)
-    by_bucket: dict[str, list[torch.Tensor]] = {}
-    absent = {slot.bucket for slot, leaf in zip(layout.slots, leaves, strict=True) if leaf is None}
-    for slot, leaf in zip(layout.slots, leaves, strict=True):
-        if leaf is None:
-            continue
-        if tuple(leaf.shape) != slot.shape:
+    by_name = {slot.name: leaf for slot, leaf in zip(layout.slots, leaves, strict=True)}
+    for slot in layout.slots:
+        if (leaf := by_name[slot.name]) is not None and tuple(leaf.shape) != slot.shape:
             raise ValueError(f"{slot.name}: shape {tuple(leaf.shape)}, expected {slot.shape}")
-        pieces = by_bucket.setdefault(slot.bucket, [])
-        if slot.offset is None:
-            pieces.append(leaf)
-            continue
+    return Flat({bucket: _joined(layout, bucket, by_name) for bucket in layout.buckets}, layout)
+
+
+def _joined(layout: Layout, bucket: str, by_name: dict[str, Any]) -> torch.Tensor | None:
+    slots = layout.buckets[bucket]
+    given = [by_name[slot.name] for slot in slots]
+    if all(leaf is None for leaf in given):
+        return None
+    if any(leaf is None for leaf in given):
+        raise ValueError(f"some leaves of the bucket {bucket!r} are None and some are not")
+    if slots[0].offset is None:
+        return given[0].clone()
+    pieces = []
+    for leaf, padding in zip(given, layout.sections(bucket)[1::2], strict=True):
         pieces.append(leaf.reshape(-1))
-        if padding := _aligned(slot.size) - slot.size:
+        if padding:
             pieces.append(leaf.new_zeros(padding))
-    joined = {
-        bucket: (torch.cat(pieces) if layout.buckets[bucket][0].offset is not None else pieces[0].clone())
-        for bucket, pieces in by_bucket.items()
-    }
-    if both := absent & joined.keys():
-        raise ValueError(f"some leaves of the bucket {sorted(both)[0]!r} are None and some are not")
-    return Flat({bucket: joined.get(bucket) for bucket in layout.buckets}, layout)
+    return torch.cat(pieces)
 
 
 def unravel(flat: Flat) -> Tree:
@@ -171,5 +189,5 @@ def stands_for(params: Tree) -> Tree:
     return tree.unflatten(params.layout.structure, params.layout.slots) if isinstance(params, Flat) else params
 
 
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _rounded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

@@ -6,11 +6,11 @@ axis. A real mesh is this process's place among others, with a process group an 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,9 @@ from . import environment
 from .environment import Axis
 
 Tree = tree.Tree
+
+# A layout's process groups are made once in a world, so that states of equal layout are interchangeable.
+_meshes: WeakKeyDictionary[Any, dict[Any, Mesh]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,7 @@ class Mesh:
     @property
     def virtual(self) -> bool:
         """Whether all ranks live in this process."""
-        return not self.groups
+        return not self.groups and bool(self.axes)
 
     @property
     def unnamed(self) -> bool:
@@ -78,35 +81,55 @@ class Mesh:
                 raise ValueError(f"axis {name!r} is not declared: the mesh has {self.names}")
         return math.prod(sizes[name] for name in ((axes,) if isinstance(axes, str) else axes))
 
+    def with_axes(self, names: tuple[str, ...], of: str) -> Mesh:
+        """The mesh with exactly these axes, in this order, size 1 for those that it lacks.
+
+        Raises ValueError for an axis that is not among them: ``of`` says whose they are.
+        """
+        for name in self.names:
+            if name not in names:
+                raise ValueError(f"mesh: axis {name!r} is not one of {of}'s: {names}")
+        if not self.virtual and [name for name in names if name in self.names] != list(self.names):
+            raise ValueError(f"mesh: axes {self.names}, expected them in {of}'s order: {names}")
+        sizes = dict(self.axes)
+        axes = tuple((name, sizes.get(name, 1)) for name in names)
+        if self.virtual:
+            return Mesh(axes)
+        groups, place = dict(zip(self.names, self.groups, strict=True)), dict(zip(self.names, self.place, strict=True))
+        return Mesh(axes, tuple(groups.get(name) for name in names), tuple(place.get(name, 0) for name in names))
+
     def __str__(self) -> str:
         kind = "virtual" if self.virtual else f"real, this rank at {self.place}"
         return f"mesh({', '.join(f'{name}={size}' for name, size in self.axes)}; {kind})"
 
 
 def virtual_mesh(size: int | None = None, /, **axes: int) -> Mesh:
-    """``virtual_mesh(8)``: 8 ranks of this process, for a plugin to lay out; ``virtual_mesh(dp=2, tp=4)``: these axes."""
+    """``virtual_mesh(8)``: 8 ranks in one process, for a plugin to lay out; ``virtual_mesh(dp=2, tp=4)``: by axes."""
     if (size is None) == (not axes):
         raise TypeError("virtual_mesh: expected either a number of ranks or axes by name, as virtual_mesh(dp=2, tp=4)")
     return Mesh((("", size),)) if size is not None else Mesh(tuple(axes.items()))
 
 
-def real_mesh(axes: Mapping[str, int], device_type: str) -> Mesh:
+def real_mesh(axes: Mapping[str, int] | Callable[[int], Mapping[str, int]], device_type: str) -> Mesh:
     """The mesh of these axes over the processes of torch.distributed; every process must call this.
 
-    Without an initialized torch.distributed there is one rank. Raises ValueError where the sizes do not multiply to the
-    number of processes.
+    ``axes`` may be a function of the number of processes. Without an initialized torch.distributed there is one rank.
+    Raises ValueError where the sizes do not multiply to the number of processes.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
+    axes = axes(world) if callable(axes) else axes
     if math.prod(axes.values()) != world:
         raise ValueError(f"mesh: {dict(axes)} is {math.prod(axes.values())} ranks, but there are {world} processes")
-    name = dist.group.WORLD.group_name if dist.is_initialized() else ""  # type: ignore[union-attr]
-    return _real_mesh(tuple(axes.items()), device_type, name)
+    return _real_mesh(tuple(axes.items()), device_type)
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The Mesh of a torch DeviceMesh with named dims."""
+    """The Mesh of a torch DeviceMesh with named dims. Raises ValueError where ranks do not ascend along each dim."""
     if not device_mesh.mesh_dim_names:
         raise ValueError("mesh: the DeviceMesh has no mesh_dim_names")
+    ranks = device_mesh.mesh
+    if any((ranks.diff(dim=dim) < 0).any() for dim in range(ranks.dim())):  # as they do in a process group
+        raise ValueError(f"mesh: the ranks of the DeviceMesh must ascend along each dim, got {ranks.tolist()}")
     names, shape = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
     groups = tuple(
         device_mesh.get_group(name).group_name if size > 1 else None for name, size in zip(names, shape, strict=True)
@@ -114,30 +137,49 @@ def mesh_of(device_mesh: DeviceMesh) -> Mesh:
     return Mesh(tuple(zip(names, shape, strict=True)), groups, tuple(device_mesh.get_coordinate() or ()))
 
 
-@functools.cache  # a layout's process groups are made once, so that states of equal layout are interchangeable
-def _real_mesh(axes: tuple[tuple[str, int], ...], device_type: str, world: str) -> Mesh:
-    if not world:
+def _real_mesh(axes: tuple[tuple[str, int], ...], device_type: str) -> Mesh:
+    if not dist.is_initialized():
         return Mesh(axes, (None,) * len(axes), (0,) * len(axes))
-    names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
-    return mesh_of(init_device_mesh(device_type, shape, mesh_dim_names=names))
+    made = _meshes.setdefault(dist.group.WORLD, {})
+    if (axes, device_type) not in made:
+        names, shape = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+        made[axes, device_type] = mesh_of(init_device_mesh(device_type, shape, mesh_dim_names=names))
+    return made[axes, device_type]
+
+
+@dataclass(frozen=True)
+class Replicated:
+    """Around an argument or a result of a function on ranks: one value for all of them, without the mesh's dims."""
+
+    value: Any
+
+
+tree.register(Replicated, ("value",))
 
 
 def spmd(fn: Callable[..., Tree], mesh: Mesh) -> Callable[..., Tree]:
     """``fn`` as one program on every rank: its collectives by axis name are those of ``mesh``.
 
-    On a real mesh each process calls it on its own values. On a virtual mesh every tensor among the arguments and
-    results has the mesh's dims in front: the values of all ranks, ``(*mesh.shape, *local shape)``.
+    On a real mesh, and on one without axes, each process calls it on its own values. On a virtual mesh every tensor
+    among the arguments and results has the mesh's dims in front, the values of all ranks ``(*mesh.shape, *local)``;
+    what stands in a ``Replicated`` has not. ``fn`` sees what is in it, and the caller what is in those it returns.
     """
 
     def on_this_rank(*args: Tree) -> Tree:
+        if not mesh.axes:
+            return _unwrapped(fn(*_unwrapped(args)))
         axes = zip(mesh.axes, mesh.groups, mesh.place, strict=True)
         with environment.bind(axes=tuple(Axis(name, size, index, group) for (name, size), group, index in axes)):
-            return fn(*args)
+            return _unwrapped(fn(*_unwrapped(args)))
 
     def on_all_ranks(*args: Tree) -> Tree:
-        leaves, structure = tree.flatten(args)
+        leaves, structure = tree.flatten(args, is_leaf=_is_replicated)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        device = next((leaves[place].device for place in places), torch.device("cpu"))
+        for place in places:
+            if leaves[place].shape[: len(mesh.axes)] != mesh.shape:
+                name, shape = tree.names(args, _is_replicated)[place], tuple(leaves[place].shape)
+                raise ValueError(f"spmd: argument {name} has shape {shape}, expected {mesh.shape} in front")
+        device = next((leaf.device for leaf in tree.leaves(args) if isinstance(leaf, torch.Tensor)), None)
         results: list[Any] = []
 
         def ranks(bound: tuple[Axis, ...], rest: tuple[tuple[str, int], ...], tensors: tuple[torch.Tensor, ...]) -> Any:
@@ -152,31 +194,39 @@ def spmd(fn: Callable[..., Tree], mesh: Mesh) -> Callable[..., Tree]:
             for place, tensor in zip(places, tensors, strict=True):
                 filled[place] = tensor
             with environment.bind(axes=bound):
-                outputs, rebuilt = tree.flatten(fn(*tree.unflatten(structure, filled)))
-            results[:] = [outputs, rebuilt]
-            return tuple(leaf for leaf in outputs if isinstance(leaf, torch.Tensor))
+                returned = fn(*_unwrapped(tree.unflatten(structure, filled)))
+            outputs, rebuilt = tree.flatten(returned, is_leaf=_is_replicated)
+            inner = [tree.flatten(leaf.value if _is_replicated(leaf) else leaf) for leaf in outputs]
+            results[:] = [outputs, rebuilt, inner]
+            return tuple(leaf for found, _ in inner for leaf in found if isinstance(leaf, torch.Tensor))
 
         stacked = iter(ranks((), mesh.axes, tuple(leaves[place] for place in places)))
-        outputs, rebuilt = results
-        return tree.unflatten(
-            rebuilt, [next(stacked) if isinstance(leaf, torch.Tensor) else leaf for leaf in outputs]
-        )
+        outputs, rebuilt, inner = results
+        first = (0,) * len(mesh.axes)
+
+        def value(output: Any, found: list[Any], inside: tree.Structure) -> Any:
+            tensors = [next(stacked) if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
+            if _is_replicated(output):
+                tensors = [leaf[first] if isinstance(leaf, torch.Tensor) else leaf for leaf in tensors]
+            return tree.unflatten(inside, tensors)
+
+        return tree.unflatten(rebuilt, [value(output, *found) for output, found in zip(outputs, inner, strict=True)])
 
     return on_all_ranks if mesh.virtual else on_this_rank
 
 
-def replicate(values: Tree, mesh: Mesh) -> Tree:
-    """The same values on every rank, as ``spmd`` takes them (views)."""
-    if not mesh.virtual:
-        return values
-    lead = mesh.shape
-    return tree.map(lambda leaf: leaf.expand(*lead, *leaf.shape) if isinstance(leaf, torch.Tensor) else leaf, values)
+def own(values: Tree) -> Tree:
+    """The tensors in memory of their own, where ``spmd`` gave views."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.clone(memory_format=torch.contiguous_format) if isinstance(leaf, torch.Tensor) else leaf
+
+    return tree.map(copy, values)
 
 
-def first_rank(values: Tree, mesh: Mesh) -> Tree:
-    """What ``spmd`` returned on one rank: on a virtual mesh the first, on a real one this."""
-    if not mesh.virtual:
-        return values
-    return tree.map(
-        lambda leaf: leaf[(0,) * len(mesh.axes)] if isinstance(leaf, torch.Tensor) else leaf, values
-    )
+def _is_replicated(node: Any) -> bool:
+    return isinstance(node, Replicated)
+
+
+def _unwrapped(values: Tree) -> Tree:
+    return tree.map(lambda node: node.value if _is_replicated(node) else node, values, is_leaf=_is_replicated)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from functional_booster.kernels import tree
+from functional_booster.kernels import flat, tree
+from functional_booster.sharding.collectives import all_gather
 
 from .base import GradientTransformation, Scalar, Tree, at, elementwise, stateless, times
 from .validate import check_scalar
@@ -15,14 +17,35 @@ from .validate import check_scalar
 def global_norm(updates: Tree) -> torch.Tensor:
     """The Euclidean norm of all leaves together, 0-d: float32, or float64 where a leaf is.
 
-    Squares are summed in float64, so that no float32 gradient overflows; the derivative at zero is zero.
+    Squares are summed in float64, so that no float32 gradient overflows; the derivative at zero is zero. Inside a step,
+    each element counts once, however its buffer is split over the mesh.
     """
-    leaves = tree.leaves(updates)
-    if not leaves:
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
+    for axes, leaf in _with_axes(updates):
+        by_axes.setdefault(axes, []).append(leaf)
+    if not by_axes:
         return torch.zeros(())
-    norms = torch.stack([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
-    wide = any(leaf.dtype == torch.float64 for leaf in leaves)
-    return torch.linalg.vector_norm(norms).to(torch.float64 if wide else torch.float32)
+    norms = []
+    for axes, leaves in by_axes.items():
+        norm = _norm([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
+        norms.append(_norm(list(all_gather(norm, axes, tiled=False))) if axes else norm)
+    wide = any(leaf.dtype == torch.float64 for leaves in by_axes.values() for leaf in leaves)
+    return _norm(norms).to(torch.float64 if wide else torch.float32)
+
+
+def _norm(norms: list[torch.Tensor]) -> torch.Tensor:
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _with_axes(updates: Tree) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """(the mesh axes that split it, the tensor) of each leaf."""
+    for node in tree.leaves(updates, is_leaf=lambda node: isinstance(node, flat.Flat)):
+        if not isinstance(node, flat.Flat):
+            yield (), node
+            continue
+        for bucket, buffer in node.buffers.items():
+            if buffer is not None:
+                yield node.layout.axes[bucket], buffer
 
 
 def clip_by_global_norm(max_norm: Scalar) -> GradientTransformation:

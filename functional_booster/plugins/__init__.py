@@ -1,0 +1,19 @@
+"""Plugins: how a run is laid out over many ranks. Frozen values with pure functions (see ``plugin.Plugin``)."""
+
+from __future__ import annotations
+
+from .low_level_zero import LowLevelZeroPlugin
+from .plugin import Plan, Plugin, plan
+from .single import SingleDevice
+from .torch_ddp import TorchDDPPlugin
+from .torch_fsdp import TorchFSDPPlugin
+
+__all__ = [
+    "LowLevelZeroPlugin",
+    "Plan",
+    "Plugin",
+    "SingleDevice",
+    "TorchDDPPlugin",
+    "TorchFSDPPlugin",
+    "plan",
+]

@@ -1,0 +1,235 @@
+"""The primitives under the collectives: one axis, one tensor, the ranks along dim 0.
+
+Each is an autograd.Function, so that torch.func.grad, vmap, autograd and make_fx accept it, and its backward is made of
+such Functions, so that it can be differentiated again. An axis of a virtual mesh is a level of vmap: the rank's index
+along it, a tensor batched at just that level, is an operand, so that the batching rule knows the level where the other
+ranks are; any other level is more data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from . import process_groups
+from .environment import Axis
+
+Pairs: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def _collective(
+    stacked: Callable[..., torch.Tensor],
+    real: Callable[..., torch.Tensor],
+    transpose: Callable[..., torch.Tensor],
+    alone: Callable[..., torch.Tensor] = lambda x, *static: x,
+    batch: tuple[int, int] = (0, 0),
+) -> Callable[..., torch.Tensor]:
+    """The linear collective over one axis ``(x, axis, *static)``, as an autograd.Function.
+
+    ``stacked(x, *static)`` gets and returns the values of all ranks, along dim 0; ``real(x, axis, *static)`` those of
+    this rank, which has a process group; ``alone(x, *static)`` those of the only rank. ``transpose`` is called like the
+    collective, on the cotangent. ``batch``: the dims at which a batch of another level goes in and comes out.
+    """
+
+    class Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor, index: torch.Tensor | None, axis: Axis, *static: Any) -> torch.Tensor:
+            return real(x, axis, *static)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            _, index, ctx.axis, *ctx.static = inputs
+            ctx.save_for_backward(index)
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            (axis,) = _joined(ctx.saved_tensors, (ctx.axis,))
+            return transpose(cotangent, axis, *ctx.static), None, None, *(None for _ in ctx.static)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, int]:
+            dim, own = in_dims[:2]
+            if own is None:
+                return Collective.apply(x.movedim(dim, batch[0]), *operands), batch[1]
+            _, _, *static = operands
+            return stacked(_batch_first(info, x, dim), *static), 0
+
+    # torch binds the arguments at every call; asking for the signature of a plain function is the slow part of that.
+    forward: Any = Collective.forward
+    forward.__signature__ = inspect.signature(forward)
+
+    def call(x: torch.Tensor, axis: Axis, *static: Any) -> torch.Tensor:
+        return alone(x, *static) if _is_alone(axis) else Collective.apply(x, *_parted(axis), *static)
+
+    return call
+
+
+def _sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    return _on_every_rank(x.sum(0, dtype=x.dtype), x.shape[0])
+
+
+def _permuted(x: torch.Tensor, perm: Pairs) -> torch.Tensor:
+    values, sources = x.unbind(0), {destination: source for source, destination in perm}
+    zeros = torch.zeros_like(values[0])
+    return torch.stack([values[sources[rank]] if rank in sources else zeros for rank in range(len(values))])
+
+
+def _send(x: torch.Tensor, axis: Axis, perm: Pairs) -> torch.Tensor:
+    rank = int(axis.index)
+    sources = {destination: source for source, destination in perm}
+    return process_groups.send(x, _group(axis), axis.size, dict(perm).get(rank), sources.get(rank))
+
+
+def _to_root(x: torch.Tensor, axis: Axis, root: int) -> torch.Tensor:
+    """The sum on the root, zero elsewhere; every rank's result depends on it, so that no graph drops it."""
+    total, here = psum(x, axis), axis.index == root
+    return torch.where(here if isinstance(here, torch.Tensor) else total.new_full((), here, dtype=torch.bool), total, 0)
+
+
+psum = _collective(
+    _sum_over_ranks,
+    lambda x, axis: process_groups.all_reduce(x, "sum", _group(axis)),
+    transpose=lambda g, axis: psum(g, axis),
+)
+enter = _collective(lambda x: x, lambda x, axis: x.view_as(x), transpose=lambda g, axis: leave(g, axis))
+leave = _collective(
+    _sum_over_ranks,
+    lambda x, axis: process_groups.all_reduce(x, "sum", _group(axis)),
+    transpose=lambda g, axis: enter(g, axis),
+)
+# The next three have the ranks in dim 0 of this rank's value: of the result, of ``x``, of both.
+gather = _collective(
+    lambda x: _on_every_rank(x, x.shape[0]),
+    lambda x, axis: process_groups.all_gather(x, _group(axis), axis.size),
+    transpose=lambda g, axis: scatter(g, axis),
+    alone=lambda x: x.unsqueeze(0),
+    batch=(0, 1),
+)
+scatter = _collective(
+    lambda x: x.sum(0, dtype=x.dtype),
+    lambda x, axis: process_groups.reduce_scatter(x, _group(axis), axis.size),
+    transpose=lambda g, axis: gather(g, axis),
+    alone=lambda x: x.squeeze(0),
+    batch=(1, 0),
+)
+exchange = _collective(
+    lambda x: x.transpose(0, 1),
+    lambda x, axis: process_groups.all_to_all(x, _group(axis)),
+    transpose=lambda g, axis: exchange(g, axis),
+    batch=(1, 1),
+)
+permute = _collective(
+    _permuted,
+    _send,
+    transpose=lambda g, axis, perm: permute(g, axis, tuple((to, source) for source, to in perm)),
+    alone=lambda x, perm: x if perm else torch.zeros_like(x),
+)
+broadcast = _collective(
+    lambda x, root: _on_every_rank(x[root], x.shape[0]),
+    lambda x, axis, root: process_groups.broadcast(x, root, _group(axis)),
+    transpose=_to_root,
+)
+
+
+class _Extreme(torch.autograd.Function):
+    """The largest or smallest value ("max", "min") over ``dims``, which stay with size 1, and over axes."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, op: str, dims: tuple[int, ...], axes: tuple[Axis, ...], *indices: torch.Tensor | None
+    ) -> torch.Tensor:
+        best = _extreme_of(x, op, dims)
+        for axis in axes:
+            best = process_groups.all_reduce(best, op, _group(axis))
+        return best
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        x, _, ctx.dims, ctx.axes, *indices = inputs
+        ctx.save_for_backward(x, output, *indices)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, best, *indices = ctx.saved_tensors
+        axes = _joined(indices, ctx.axes)
+        tied = (x == best).to(cotangent.dtype)
+        ties = along(psum, tied.sum(ctx.dims, keepdim=True) if ctx.dims else tied, axes)
+        return along(psum, cotangent, axes) * tied / ties, None, None, None, *(None for _ in indices)
+
+    @staticmethod
+    def vmap(
+        info: Any,
+        in_dims: tuple[Any, ...],
+        x: torch.Tensor,
+        op: str,
+        dims: tuple[int, ...],
+        axes: tuple[Axis, ...],
+        *indices: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, int]:
+        x, dims = _batch_first(info, x, in_dims[0]), tuple(dim + 1 for dim in dims)
+        others = [place for place, own in enumerate(in_dims[4:]) if own is None]
+        if len(others) == len(axes):
+            return _Extreme.apply(x, op, dims, axes, *indices), 0
+        rest, dims = tuple(axes[place] for place in others), (0, *dims)
+        operands = (indices[place] for place in others)
+        best = _Extreme.apply(x, op, dims, rest, *operands) if rest else _extreme_of(x, op, dims)
+        return _on_every_rank(best[0], info.batch_size), 0
+
+
+def extreme(x: torch.Tensor, op: str, axes: Sequence[Axis]) -> torch.Tensor:
+    """The largest or smallest value ("max", "min") of any rank along these axes."""
+    axes = [axis for axis in axes if not _is_alone(axis)]
+    if not axes:
+        return x
+    indices, bare = zip(*map(_parted, axes), strict=True)
+    return _Extreme.apply(x, op, (), bare, *indices)
+
+
+def _extreme_of(x: torch.Tensor, op: str, dims: tuple[int, ...]) -> torch.Tensor:
+    reduction = torch.amax if op == "max" else torch.amin
+    return reduction(x, dims, keepdim=True) if dims else x
+
+
+def along(collective: Callable[..., torch.Tensor], x: torch.Tensor, axes: Sequence[Axis], *static: Any) -> torch.Tensor:
+    """A collective along one axis after another."""
+    for axis in axes:
+        x = collective(x, axis, *static)
+    return x
+
+
+def _batch_first(info: Any, x: torch.Tensor, dim: int | None) -> torch.Tensor:
+    return _on_every_rank(x, info.batch_size) if dim is None else x.movedim(dim, 0)
+
+
+def _on_every_rank(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x.expand(size, *x.shape)
+
+
+def _is_alone(axis: Axis) -> bool:
+    return axis.group is None and not isinstance(axis.index, torch.Tensor)
+
+
+def _parted(axis: Axis) -> tuple[torch.Tensor | None, Axis]:
+    """The tensor in an axis, and the rest: a Function takes tensors as operands of their own."""
+    if isinstance(axis.index, torch.Tensor):
+        return axis.index, dataclasses.replace(axis, index=-1)
+    return None, axis
+
+
+def _joined(indices: Sequence[torch.Tensor | None], axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """``_parted`` undone."""
+    return tuple(
+        axis if index is None else dataclasses.replace(axis, index=index)
+        for index, axis in zip(indices, axes, strict=True)
+    )
+
+
+def _group(axis: Axis) -> str:
+    """The process group of an axis; a virtual axis has none, and outside of its vmap level no other ranks."""
+    if axis.group is None:
+        raise RuntimeError(f"axis {axis.name!r} of a virtual mesh is used outside of the program that declares it")
+    return axis.group

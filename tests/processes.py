@@ -1,0 +1,189 @@
+"""Real ranks for tests: ``run_on_ranks(4, function, *args)`` calls a function on 4 processes joined by gloo.
+
+The processes are started once, at the first call, and serve every test of this pytest process; each call gets a new
+process group, so that no call sees what another one left. Nothing hangs: a rank that dies, or does not answer in time,
+is an error that says so, after which the processes are started anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_START = 120.0  # seconds that a process has to import torch
+_GRACE = 2.0  # seconds that the other ranks have to answer once one has failed
+
+
+class RankError(RuntimeError):
+    """A rank died, did not answer in time, or raised what cannot be pickled."""
+
+
+def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+    """``function(*args)`` on so many processes at once, and what it returned on each, by rank.
+
+    ``function`` is defined at the top of an importable module; arguments and results are pickled. The processes are a
+    gloo world of ``ranks``, one thread each, and a warning is an error. What a rank raises is raised here, with its
+    traceback in a note; of several ranks, that of the first one to raise. Raises RankError where a rank dies, or gives
+    no answer within ``timeout`` seconds.
+    """
+    job = pickle.dumps((function, args))
+    started = [_Worker() for _ in range(ranks - len(_workers))]
+    _workers.extend(started)
+    for worker in started:
+        worker.require_ready()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        try:
+            for rank, worker in enumerate(_workers[:ranks]):
+                worker.send((rank, ranks, f"{folder}/store", timeout, job))
+            answers, failures = _answers(ranks, timeout)
+        except BaseException:  # an interrupt: answers that nobody read must not be taken for those to the next call
+            stop()
+            raise
+    if failures:
+        raise failures[0]
+    return [pickle.loads(answer) for answer in answers]
+
+
+def _answers(ranks: int, timeout: float) -> tuple[list[bytes], list[BaseException]]:
+    """What the ranks answer, and the failures in the order in which they came."""
+    ends = time.monotonic() + timeout
+    waiting = {worker.connection: rank for rank, worker in enumerate(_workers[:ranks])}
+    answers, failures = [b""] * ranks, list[BaseException]()
+    while waiting:
+        ready = wait(list(waiting), max(0.0, ends - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            rank = waiting.pop(connection)  # type: ignore[call-overload]
+            try:
+                succeeded, answers[rank] = connection.recv()  # type: ignore[union-attr]
+            except (EOFError, ConnectionError):
+                failures.append(_workers[rank].died(rank, ranks))
+                ends = 0.0  # the others may wait for it for ever
+            else:
+                if not succeeded:
+                    failures.append(pickle.loads(answers[rank]))
+                    ends = min(ends, time.monotonic() + _GRACE)
+    if waiting or any(worker.process.poll() is not None for worker in _workers[:ranks]):
+        stop()
+    if waiting and not failures:
+        missing = ", ".join(map(str, sorted(waiting.values())))
+        failures.append(RankError(f"no answer within {timeout:g} seconds from rank {missing} of {ranks}"))
+    return answers, failures
+
+
+def stop() -> None:
+    """End the processes; the next call starts others."""
+    while _workers:
+        _workers.pop().stop()
+
+
+class _Worker:
+    """A process that waits for jobs, and what it writes."""
+
+    def __init__(self) -> None:
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
+        self.connection, theirs = Pipe()
+        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if sys.platform == "linux":
+            environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
+            env=environ,
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        theirs.close()
+
+    def require_ready(self) -> None:
+        if not self.connection.poll(_START):
+            stop()
+            raise RankError(f"a process did not start within {_START:g} seconds")
+        with contextlib.suppress(EOFError):  # a dead process is found when its answer is missing
+            self.connection.recv()
+
+    def send(self, job: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # a dead process is found when its answer is missing
+            self.connection.send(job)
+
+    def died(self, rank: int, ranks: int) -> RankError:
+        status = self.process.wait()
+        self.log.seek(0)
+        written = self.log.read().decode(errors="replace")[-4000:]
+        return RankError(f"rank {rank} of {ranks} died with exit status {status}; what it wrote:\n{written}")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self.log.close()
+
+
+_workers: list[_Worker] = []
+atexit.register(stop)
+
+
+def serve(descriptor: int) -> None:
+    """The life of a worker: jobs come and answers go, until the other end is closed."""
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    connection = Connection(descriptor)
+    connection.send("ready")
+    while True:
+        try:
+            rank, ranks, store, timeout, job = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, pickle.dumps(_call(rank, ranks, store, timeout, job))
+        except BaseException as error:
+            answer = False, _pickled(error, rank, ranks)
+        connection.send(answer)
+
+
+def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Any:
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, ranks),
+        rank=rank,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", "`torch.jit.script.* is deprecated", DeprecationWarning)
+            function, args = pickle.loads(job)
+            return function(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _pickled(error: BaseException, rank: int, ranks: int) -> bytes:
+    """The exception with its traceback in a note, or a RankError that tells of it where it cannot be pickled."""
+    told = "".join(traceback.format_exception(error))
+    try:
+        error.add_note(f"raised on rank {rank} of {ranks}:\n{told}")
+        pickled = pickle.dumps(error)
+        pickle.loads(pickled)
+    except Exception:
+        return pickle.dumps(RankError(f"raised on rank {rank} of {ranks}:\n{told}"))
+    return pickled
