@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from functional_booster.kernels import graph as graphs
 from functional_booster.kernels import tree
 from functional_booster.sharding import environment
+from functional_booster.sharding.overlap import overlap
 
 from .donation import consume, consumed_by, refuse_aliases, refuse_consumed
 from .lowered import Lowered
@@ -230,7 +231,7 @@ def _trace(jitted: Jitted, call: _Call) -> tuple[Lowered, _Outputs]:
 
     try:
         with environment.bind(outline=True):
-            traced = graphs.trace(flat, [call.leaves[place] for place in places])
+            traced = overlap(graphs.trace(flat, [call.leaves[place] for place in places]))
     except GuardOnDataDependentSymNode as error:
         raise TypeError(
             f"jit: {jitted.__name__} asks for the value of a tensor{_where(jitted.fn, error)}, but it is traced "

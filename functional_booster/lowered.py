@@ -12,6 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from functional_booster.kernels import graph as graphs
 from functional_booster.sharding import region
+from functional_booster.sharding.overlap import IN_ORDER, has_collectives
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Collective:
 
     op: str
     axis: str
+    dtype: torch.dtype
     count: int
     bytes: int
 
@@ -65,15 +67,16 @@ class Lowered:
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives by op and process group, those of the regions counted at each call."""
-        found: dict[tuple[str, str], list[int]] = {}
+        """The collectives by op, process group and dtype, those of the regions counted at each call."""
+        found: dict[tuple[str, str, torch.dtype], list[int]] = {}
         for module in _modules(self.module):
             for node in module.graph.nodes:
                 op: Any = node.target
                 if getattr(op, "namespace", "") == "_c10d_functional" and op._opname != "wait_tensor":
                     group = next((arg for arg in reversed(node.args) if isinstance(arg, str)), "")
-                    found.setdefault((op._opname, group), []).append(_nbytes(node.meta.get("val")))
-        return tuple(Collective(op, axis, len(sizes), sum(sizes)) for (op, axis), sizes in found.items())
+                    result = node.meta["val"]
+                    found.setdefault((op._opname, group, result.dtype), []).append(_nbytes(result))
+        return tuple(Collective(*kind, len(sizes), sum(sizes)) for kind, sizes in found.items())
 
     @property
     def memory(self) -> Memory:
@@ -92,7 +95,8 @@ class Lowered:
             program = region.programs[name]
             if program.compiled is None:
                 program.compiled = graphs.compile(program.graph, graphs.examples_of(program.graph), options)
-        return graphs.compile(self.module, graphs.examples_of(self.module), options)
+        in_order = IN_ORDER if has_collectives(self.module) else {}
+        return graphs.compile(self.module, graphs.examples_of(self.module), {**in_order, **(options or {})} or None)
 
     def __str__(self) -> str:
         memory = self.memory

@@ -1,0 +1,425 @@
+"""Watchdog: one rank's failure is a clear error on every rank, never a hang.
+
+Each rank reports over the store of torch.distributed what it is doing; a thread on each reads the reports of all. The
+main thread raises ``RankFailure`` at its next guarded work, or out of a collective that broke. Where it is stuck (gloo
+cannot be interrupted while the other process lives, nor can an NCCL kernel), the thread prints the error and ends the
+process with exit status 1.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store  # private: confined to this file
+
+from .rank_failure import Fault, RankFailure, Report, judge
+
+PATIENCE = 8.0  # seconds for which a rank whose collective broke waits to learn whose fault it is
+
+
+class Watchdog:
+    """A rank's part in watching. ``enter`` and ``leave`` only write attributes; a daemon thread talks to the store."""
+
+    def __init__(self, timeout: float, dead_after: float, grace: float) -> None:
+        self.store: Any = _get_default_store()  # kept, as rank 0's may hold the server
+        own_connection = self.store.clone()  # type: ignore[attr-defined]  # the other one may be held by a main thread that waits on it
+        own_connection.set_timeout(timedelta(seconds=30))
+        self._told: dist.Store | None = dist.PrefixStore("functional_booster/watchdog", own_connection)
+        self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        self._nccl = "nccl" in dist.get_backend_config()
+        self._timeout, self._dead_after, self._grace = timeout, dead_after, grace
+        self._interval = max(0.25, self._world / 128)  # seconds; the store serves world^2 / interval reads a second
+        self._host, self._pid = _host(), os.getpid()
+        self._work: tuple[int, str, int | None, float] = (0, "start", None, 0.0)  # count, what, step, entered at
+        self._depth = 0
+        self._beat = 0
+        self._raised: Fault | None = None
+        self._failed: set[int] = set()  # counts of the works that this rank failed in by its own fault
+        self._last_error: BaseException | None = None
+        self._agreed: str | None = None  # the key of this rank's last say
+        self._doomed = self._ended = self._alarmed = False
+        self._reports: list[Report | None] = [None] * self._world
+        self._heard = [(0, time.monotonic())] * self._world  # each rank's last beat, and when it was first read
+        self._fault: Fault | None = None
+        self._noticed = 0.0  # when that was
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._publish()
+        self._thread = threading.Thread(target=self._run, name="functional_booster watchdog", daemon=True)
+        self._thread.start()
+        self._previous_hook = sys.excepthook
+        self._hook: Callable[..., None] = self._uncaught
+        sys.excepthook = self._hook
+        atexit.register(self.close)
+
+    # --- the main thread
+
+    def enter(self, what: str, step: int | None = None) -> None:
+        """Begin a work that all ranks take part in, in the same order: its ``what`` and ``step`` are the same on all.
+
+        Raises RankFailure where another rank has failed.
+        """
+        self._check()
+        self._work = (self._work[0] + 1, what, step, time.monotonic())
+        self._depth += 1
+
+    def leave(self) -> None:
+        """The work is done. Raises RankFailure where another rank has failed."""
+        self._depth -= 1
+        self._check()
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Tell the others; returns what to raise: ``error`` itself, or the RankFailure of which it is but an echo."""
+        if isinstance(error, RankFailure) or error is self._last_error:
+            return error
+        self._last_error = error
+        count, what, step, _ = self._work
+        if not _is_lost_connection(error):
+            message = f"rank {self._rank} failed {self._report().position}: {_said(error)}"
+            self._failed.add(count)
+            self._tell(Fault(True, count, self._rank, what, step, message))
+            return error
+        self._alarmed = True
+        fault = self._await_verdict()
+        if fault is None:
+            places = "; ".join(
+                f"rank {report.rank} is {report.position}, at {report.where}"
+                for report in self._reports
+                if report is not None and report.rank != self._rank
+            )
+            lost = f"rank {self._rank} lost the others {self._report().position}: {_said(error)}; {places}"
+            fault = Fault(False, count, self._rank, what, step, lost)
+        return self._give_up(fault)
+
+    def agree(self, error: Exception | None, what: str, step: int | None = None) -> None:
+        """See ``agree`` of this module."""
+        self.enter(what, step)
+        count, position = self._work[0], self._report().position
+        try:
+            said = self._gather(count, "" if error is None else _said(error))
+        except RankFailure as failure:
+            if error is not None:
+                raise failure from error
+            raise
+        finally:
+            self._depth -= 1
+        if error is not None:
+            self._last_error = error  # told already
+            raise error
+        for rank, message in enumerate(said):
+            if message:
+                raise RankFailure(f"rank {rank} failed {position}: {message}", rank, what, step)
+
+    def close(self) -> None:
+        """This rank takes part no more."""
+        if os.getpid() != self._pid or self._ended:
+            return
+        atexit.unregister(self.close)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._previous_hook
+        self._stopped.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=30)
+        self._ended = True
+        self._farewell()
+        if self._doomed and self._nccl:  # kernels that wait for the other ranks would hold up the exit
+            _exit()
+
+    def _check(self) -> None:
+        fault = self._verdict
+        if fault is not None and fault.count <= self._work[0]:  # a failure in a work yet to come may be ours as well
+            raise self._give_up(fault)
+
+    @property
+    def _verdict(self) -> Fault | None:
+        """The thread's, but for a failure of another rank that this one has shared since."""
+        fault = self._fault
+        return None if fault is not None and fault.own and fault.count in self._failed else fault
+
+    def _await_verdict(self) -> Fault | None:
+        until = time.monotonic() + PATIENCE
+        while self._verdict is None and time.monotonic() < until:
+            time.sleep(0.02)
+        return self._verdict
+
+    def _give_up(self, fault: Fault) -> RankFailure:
+        self._tell(fault._replace(own=False))
+        return RankFailure(fault.message, fault.rank, fault.what, fault.step)
+
+    def _tell(self, fault: Fault) -> None:
+        self._raised = fault
+        with contextlib.suppress(RuntimeError):  # the store may be what is lost
+            self._publish()
+
+    def _gather(self, count: int, said: str) -> list[str]:
+        """The strings of all ranks."""
+        if self._told is None:
+            raise self._give_up(self._verdict or self._store_lost())
+        keys = [f"agree/{count}/{rank}" for rank in range(self._world)]
+        try:
+            self._told.set(keys[self._rank], said)
+            pause = 0.001
+            while not self._told.check(keys):
+                self._check()
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+            if self._agreed is not None:
+                self._told.delete_key(self._agreed)  # all came here, so all have read what was said before
+            self._agreed = keys[self._rank]
+            return [value.decode() for value in self._told.multi_get(keys)]
+        except RankFailure:
+            raise
+        except RuntimeError as lost:
+            raise self._give_up(self._await_verdict() or self._store_lost()) from lost
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """sys.excepthook: an exception that ends the process, from outside guarded work."""
+        if os.getpid() == self._pid and not self._ended:
+            self._doomed = True
+            failure = self.failed(error)
+            if failure is not error:
+                failure.__cause__ = error
+                kind, error = type(failure), failure
+        self._previous_hook(kind, error, trace)
+
+    # --- the thread
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._interval):
+            gone = self._gone()  # before reading: a process that is gone now has told before how it ended
+            if self._told is not None:
+                try:
+                    self._read()
+                    self._publish()
+                except RuntimeError:
+                    self._told = None
+                    self._stopped.wait(self._interval)  # sockets close a little before a process is gone
+                    gone = self._gone()
+            self._reports[self._rank] = self._report()
+            fault = judge(self._rank, self._reports, gone, self._failed, self._timeout)
+            host = self._reports[0]
+            if self._told is None and fault is None and not (host is not None and host.ended):
+                fault = self._store_lost()
+            if host is not None and host.ended and _hosted_by_rank_0():
+                self._told = None  # it goes with rank 0's process
+            self._settle(fault)
+
+    def _settle(self, fault: Fault | None) -> None:
+        if self._raised is not None and not self._raised.own:
+            fault = self._raised  # for good
+        if fault is None or self._fault is None or fault[:3] != self._fault[:3]:
+            self._noticed = time.monotonic()
+        self._fault = fault
+        if fault is None:
+            return
+        raised = self._raised is not None and (self._work[0] in self._failed or not self._raised.own)
+        if time.monotonic() > self._noticed + self._grace and (self._nccl or not raised):
+            self._end(fault)
+
+    def _end(self, fault: Fault) -> None:
+        self._tell(fault._replace(own=False))
+        frame = _main_frame()
+        stuck = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        with contextlib.suppress(Exception):
+            print(f"{stuck}RankFailure: {fault.message}\n(rank {self._rank} ends: it was stuck above)", file=sys.stderr)
+        self._farewell()
+        _exit()
+
+    def _farewell(self) -> None:
+        """The last report; where the store goes with this process, wait a little for the others to read it."""
+        if self._told is None:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._publish()
+            until = time.monotonic() + 3 + 2 * self._interval
+            while self._rank == 0 and _hosted_by_rank_0() and time.monotonic() < until:
+                self._read()
+                gone = self._gone()
+                unread = (r is not None and not r.ended and r.seen < self._beat for r in self._reports[1:])
+                if not any(waits and rank not in gone for rank, waits in enumerate(unread, start=1)):
+                    return
+                time.sleep(0.02)
+
+    def _publish(self) -> None:
+        if self._told is not None:
+            with self._lock:
+                self._beat += 1
+                self._told.set(f"rank/{self._rank}", json.dumps(self._report()))
+
+    def _read(self) -> None:
+        assert self._told is not None
+        ranks = [rank for rank in range(self._world) if rank != self._rank]
+        ranks = [rank for rank in ranks if self._reports[rank] is not None or self._told.check([f"rank/{rank}"])]
+        told_by_rank = self._told.multi_get([f"rank/{rank}" for rank in ranks]) if ranks else []
+        for rank, told in zip(ranks, told_by_rank, strict=True):
+            report = Report(*json.loads(told))
+            self._reports[rank] = report._replace(fault=Fault(*report.fault) if report.fault else None)
+            if report.beat != self._heard[rank][0]:
+                self._heard[rank] = (report.beat, time.monotonic())
+
+    def _report(self) -> Report:
+        count, what, step, since = self._work
+        inside = time.monotonic() - since if self._depth > 0 else None
+        host = self._reports[0]
+        return Report(
+            rank=self._rank,
+            host=self._host,
+            pid=self._pid,
+            beat=self._beat,
+            seen=host.beat if host is not None else 0,
+            count=count,
+            what=what,
+            step=step,
+            inside=inside,
+            where=_where(),
+            ended=self._ended,
+            fault=self._raised,
+        )
+
+    def _gone(self) -> set[int]:
+        """Ranks that are dead: no such process on this host, or no beat for long."""
+        silence = 2 + 4 * self._interval if self._alarmed else self._dead_after
+        now = time.monotonic()
+        return {
+            report.rank
+            for report in self._reports
+            if report is not None and report.rank != self._rank
+            if (report.host == self._host and not _alive(report.pid))
+            or (self._told is not None and now - self._heard[report.rank][1] > silence)
+        }
+
+    def _store_lost(self) -> Fault:
+        count, what, step, _ = self._work
+        owner = "rank 0" if _hosted_by_rank_0() else "the launcher"
+        message = f"rank {self._rank} lost the store {self._report().position}: {owner}, which holds it, is gone"
+        return Fault(False, count, 0, what, step, message)
+
+
+_running: Watchdog | None = None  # of this process: there is one default process group
+
+
+def started(timeout: float = 600.0, dead_after: float = 60.0, grace: float = 5.0) -> Watchdog | None:
+    """This process's watchdog, started at the first call; None where there is one process only.
+
+    Seconds: ``timeout`` for which ranks in a work wait for one that has not come to it; ``dead_after`` without any sign
+    of life, for a rank on another host (on this host, the process is looked up); ``grace`` for which the main thread
+    may take to raise an error, before the process is ended. The first call's values hold. Every process must call this.
+    """
+    global _running
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    if _running is None or _running.store is not _get_default_store():
+        if _running is not None:
+            _running.close()
+        _running = Watchdog(timeout, dead_after, grace)
+    return _running
+
+
+@contextlib.contextmanager
+def guard(what: str, step: int | None = None) -> Generator[None]:
+    """Around work that all ranks take part in, in the same order: with guard("train step", 7): ...
+
+    An exception in it is told to the others, which raise RankFailure; where it is only the echo of another rank's
+    failure (a lost connection), that RankFailure is raised from it. For the main thread. Costs microseconds.
+    """
+    watchdog = started()
+    if watchdog is None:
+        yield
+        return
+    watchdog.enter(what, step)
+    try:
+        yield
+    except BaseException as error:
+        failure = watchdog.failed(error)
+        watchdog._depth -= 1
+        if failure is error:
+            raise
+        raise failure from error
+    watchdog.leave()
+
+
+def agree(error: Exception | None, what: str, step: int | None = None) -> None:
+    """All ranks go on, or all raise: waits for every rank to come here with its ``error`` or None.
+
+    A rank that has one raises it; the others raise RankFailure with the lowest such rank's. Afterwards the ranks are in
+    step, and may go on. Also the way to end a loop over batches: a rank with batches left is then somewhere else, which
+    is an error on all. On one process: raises ``error``, if there is one.
+    """
+    watchdog = started()
+    if watchdog is not None:
+        watchdog.agree(error, what, step)
+    elif error is not None:
+        raise error
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether this is how a collective ends whose other side is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo/" in str(error)
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip()[:2000]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _hosted_by_rank_0() -> bool:
+    """torchrun holds the store itself, and says so; else rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
+def _host() -> str:
+    """What processes have in common that see each other's process ids."""
+    try:
+        boot, namespace = Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux
+        boot = namespace = ""
+    return f"{socket.gethostname()} {boot} {namespace}"
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process of this host runs; one that is dead, but not waited for by its parent, does not."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's, or a system without /proc
+        return True
+
+
+def _main_frame() -> Any:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return frame
+
+
+def _where() -> str:
+    frame = _main_frame()
+    return (
+        "exit" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+    )
+
+
+def _exit() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
