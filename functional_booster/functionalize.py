@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from functional_booster.kernels import graph
 from functional_booster.precision import cast_arguments
 from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
+from functional_booster.sharding.collectives import enter
 
-from . import hf_attention, losses
+from . import hf_attention, losses, module_regions
 from .models.model import Model
 from .module_mode import ModuleMode
-
-Values = Mapping[str, torch.Tensor]
+from .skeleton import Skeleton, Values
 
 _WRAPPERS = {
     "DataParallel": "module",
@@ -39,16 +38,18 @@ def functionalize(module: nn.Module) -> Model:
     that are no floating-point numbers are leaves whose ArrayInfo says ``trainable=False``.
 
     - ``init(key=None)`` copies the module's weights as they are then; the key is not used.
-    - ``apply(params, *args, key=None, train=False, buffers=None, mutable=False, **kwargs)`` is the module's forward, in
-      training or evaluation mode; with ``mutable=True`` it returns ``(outputs, new buffers)``. ``buffers=None`` takes
-      the module's own, as they were when it was functionalized. In training, a module that writes buffers without
-      ``mutable=True`` raises ValueError; in evaluation what it writes is dropped. What draws random numbers draws
-      from ``key`` and raises ValueError without one.
+    - ``apply(params, *args, key=None, train=False, buffers=None, mutable=False, kwargs=None, **named)`` is the module's
+      forward, in training or evaluation mode; with ``mutable=True`` it returns ``(outputs, new buffers)``.
+      ``buffers=None`` takes the module's own, as they were when it was functionalized. In training, a module that
+      writes buffers without ``mutable=True`` raises ValueError; in evaluation what it writes is dropped. What draws
+      random numbers draws from ``key`` and raises ValueError without one. ``kwargs`` is a dict of arguments by name,
+      like those named in the call: an argument of the module's own that is called key, train, buffers, mutable or
+      kwargs is given in it (``kwargs={"key": k}``).
     - ``train=True`` is ``module.train()``; but of a module in training, submodules in evaluation mode (frozen batch
       statistics) stay so: modes are those that the module had when it was functionalized. A dict {submodule name:
       bool}, as of ``named_modules``, sets each mode.
       Inside a step, floating-point arguments are cast to the dtype that its precision computes in.
-      An argument of the module's own that is called key, train, buffers or mutable is given by position.
+      Under ``jit``, blocks that repeat (in a ModuleList or Sequential) are regions: traced and compiled once.
     - ``buffers()`` copies every buffer, those outside the state dict too.
     - ``loss(params, batch, key=None, buffers=None)``, for Hugging Face causal language models, is the next-token loss
       of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to ``losses.labels_from`` of the tokens and
@@ -74,8 +75,10 @@ def functionalize(module: nn.Module) -> Model:
         train: bool | Mapping[str, bool] = False,
         buffers: Values | None = None,
         mutable: bool = False,
-        **kwargs: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        **named: Any,
     ) -> Any:
+        _check_options(key, kwargs, named)
         forward.check("params", params, forward.abstract)
         if buffers is None:
             device = next((value.device for value in params.values()), None)
@@ -83,8 +86,8 @@ def functionalize(module: nn.Module) -> Model:
         forward.check("buffers", buffers, forward.abstract_buffers)
         scope = environment.current()
         modes = forward.modes_of(False if scope.evaluating else train)
-        args, kwargs = cast_arguments((args, kwargs), scope.compute)
-        return forward(params, buffers, args, kwargs, key=key, modes=modes, mutable=mutable)
+        args, named = cast_arguments((args, {**named, **(kwargs or {})}), scope.compute)
+        return forward(params, buffers, args, named, key=key, modes=modes, mutable=mutable)
 
     return Model(
         init=init,
@@ -108,7 +111,7 @@ class _Forward:
         self.modes = {name: part.training for name, part in module.named_modules()}
         template = _on_meta(module)
         hf_attention.prepare(template)
-        self.skeleton = _Skeleton(template)
+        self.template = _Template(template)
 
     def check(self, what: str, given: Any, expected: Mapping[str, ArrayInfo]) -> None:
         """Raise one error that lists everything that keeps ``given`` from being this module's values."""
@@ -149,12 +152,16 @@ class _Forward:
         modes: Mapping[str, bool],
         mutable: bool,
     ) -> Any:
-        owned = {name: buffer.clone() for name, buffer in buffers.items()}
+        axes = tuple(axis.name for axis in environment.current().axes)
+        owned = {name: enter(buffer, axes).clone() for name, buffer in buffers.items()}  # on each rank its own
         versions = {name: _version(value) for name, value in [*params.items(), *owned.items()]}
-        with self.skeleton.holding({**params, **owned}, modes) as (module, current):
-            with ModuleMode(module, key) as mode:
-                outputs = module(*args, **kwargs)
-            after = {name: current(name) for name in versions}
+        skeleton = self.template.skeleton
+        with skeleton.holding({**params, **owned}) as module, ModuleMode(module, key) as mode:
+            for part, training in zip(skeleton.owners, modes.values(), strict=True):
+                part.training = training
+            module_regions.install(self.template.repeated, mode)
+            outputs = module(*args, **kwargs)
+            after = skeleton.read()
 
         def written(before: Values) -> list[str]:
             return [
@@ -166,7 +173,8 @@ class _Forward:
         if changed := written(params):
             raise ValueError(f"the forward of {self.name} changes parameters in place: {', '.join(changed)}")
         if mutable:
-            return outputs, {name: after[name].detach() for name in owned}
+            changed = written(owned)
+            return outputs, {name: after[name].detach() if name in changed else buffers[name] for name in owned}
         if any(modes.values()) and (changed := written(owned)):
             raise ValueError(
                 f"{self.name} writes buffers in training: {', '.join(changed)}; call apply with mutable=True, which "
@@ -175,65 +183,13 @@ class _Forward:
         return outputs
 
 
-class _Skeleton(threading.local):
+class _Template(threading.local):
     """A module without values. Each thread has its own copy, since a call puts its values into it."""
 
-    def __init__(self, template: nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         with graph.without_modes():  # a thread's first call may come from a trace
-            self.module = copy.deepcopy(template)
-        self._owners = list(self.module.modules())
-        self._names: dict[int, str] = {}
-        self._places: dict[str, tuple[nn.Module, str, str]] = {}
-        for prefix, owner in self.module.named_modules():
-            for kind in ("_parameters", "_buffers"):
-                for local, value in vars(owner)[kind].items():
-                    if value is not None and id(value) not in self._names:
-                        name = f"{prefix}.{local}" if prefix else local
-                        self._names[id(value)] = name
-                        self._places[name] = (owner, kind, local)
-        # Besides _parameters and _buffers, modules may keep the same tensors in attributes and lists: those follow.
-        self._holders = [
-            (owner, attribute, value)
-            for owner in self._owners
-            for attribute, value in vars(owner).items()
-            if attribute in ("_parameters", "_buffers") or self._holds(value)
-        ]
-
-    @contextlib.contextmanager
-    def holding(
-        self, values: Values, modes: Mapping[str, bool]
-    ) -> Generator[tuple[nn.Module, Callable[[str], torch.Tensor]]]:
-        """The module with these values and modes, and what reads the present value of a name; then it is as before."""
-        before = [(owner, vars(owner).copy()) for owner in self._owners]
-        try:
-            for owner, mode in zip(self._owners, modes.values(), strict=True):
-                owner.training = mode
-            for owner, attribute, value in self._holders:
-                vars(owner)[attribute] = self._fill(value, values)
-            yield self.module, self._read
-        finally:
-            for owner, attributes in before:
-                vars(owner).clear()
-                vars(owner).update(attributes)
-
-    def _read(self, name: str) -> torch.Tensor:
-        owner, kind, local = self._places[name]
-        return vars(owner)[kind][local]
-
-    def _holds(self, value: Any) -> bool:
-        if isinstance(value, dict):
-            value = value.values()
-        elif not isinstance(value, (list, tuple)):
-            value = (value,)
-        return any(id(item) in self._names for item in value)
-
-    def _fill(self, value: Any, values: Values) -> Any:
-        if isinstance(value, dict):
-            return {key: self._fill(item, values) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self._fill(item, values) for item in value)
-        name = self._names.get(id(value))
-        return value if name is None else values[name]
+            self.skeleton = Skeleton(copy.deepcopy(module))
+        self.repeated = module_regions.repeated(self.skeleton.module)
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
@@ -277,6 +233,20 @@ def _check_module(module: Any) -> None:
         )
 
 
+def _check_options(key: Any, kwargs: Any, named: Mapping[str, Any]) -> None:
+    """Raise where an argument of the module's own was taken for one of ``apply``'s, or is given twice."""
+    if key is not None and not (isinstance(key, torch.Tensor) and key.dtype == torch.int32 and key.shape == (2,)):
+        given = f"{key.dtype} of shape {tuple(key.shape)}" if isinstance(key, torch.Tensor) else type(key).__name__
+        raise TypeError(
+            f"key: {given}, expected int32 of shape (2,), as fb.random.key makes it; an argument of the module's own "
+            'that is called key is given as kwargs={"key": ...}'
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(f"kwargs: {type(kwargs).__name__}, expected a dict of the module's arguments by name")
+    if twice := named.keys() & (kwargs or {}).keys():
+        raise TypeError(f"given by name and in kwargs: {', '.join(sorted(twice))}")
+
+
 def _info(parameter: nn.Parameter) -> ArrayInfo:
     differentiable = parameter.is_floating_point() or parameter.is_complex()
     return ArrayInfo(tuple(parameter.shape), parameter.dtype, trainable=parameter.requires_grad and differentiable)
@@ -301,6 +271,8 @@ def _copies(tensors: Values, what: str, owner: str) -> dict[str, torch.Tensor]:
 
 
 def _version(value: torch.Tensor) -> int:
+    while torch._C._functorch.is_batchedtensor(value):  # what is written is the tensor inside
+        value = torch._C._functorch.get_unwrapped(value)
     return 0 if value.is_inference() else value._version
 
 

@@ -64,16 +64,26 @@ def prepare(skeleton: nn.Module) -> None:
         for part in model.modules():
             if getattr(part, "gradient_checkpointing", False):
                 part.gradient_checkpointing = False
-            # What checkpointing hooks in to make embeddings require gradients, which torch.func forbids.
             for hook_id, hook in list(part._forward_hooks.items()):
-                if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                if _is_unwanted(hook):
                     del part._forward_hooks[hook_id]
+            vars(part).pop("_output_capturing_hooks_installed", None)
         if all(_takes_attention(part) for part in model.modules() if pretrained_models(part) == [part]):
             _register()
         else:
             configs = []
         names = tuple(inspect.signature(model.forward).parameters)
         model.register_forward_pre_hook(functools.partial(_choose_masks, configs, names), with_kwargs=True)
+
+
+def _is_unwanted(hook: Any) -> bool:
+    """Whether a hook is checkpointing's, to make embeddings require gradients, which torch.func forbids.
+
+    Or one that records outputs: it stays in a model after one use, and comes again where it is needed; no region may
+    have hooks inside.
+    """
+    recording = getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    return recording or getattr(hook, "__name__", "") == "make_inputs_require_grads"
 
 
 def _has_config(part: nn.Module) -> bool:

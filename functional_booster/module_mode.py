@@ -7,9 +7,10 @@ is treated apart has its handler in ``_HANDLERS``.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from functional_booster.kernels import attention, random
+from functional_booster.sharding import environment
+
+from .sync_batch_norm import sync_batch_norm
 
 _SELU_LIMIT = 1.7580993408473766  # scale * alpha of SELU: what alpha dropout sets dropped units to, negated
 
@@ -25,9 +29,10 @@ _SELU_LIMIT = 1.7580993408473766  # scale * alpha of SELU: what alpha dropout se
 class ModuleMode(TorchFunctionMode):
     """Keyed randomness and noted writes for the torch functions that ``module`` calls in a ``with`` block.
 
-    ``key`` is an int32 (2,) key or None; the n-th site that draws uses ``fold_in(key, n)``. ``written`` collects the
-    ids of tensors that were written unseen by their version counters. Raises ValueError where a site draws without a
-    key, and NotImplementedError for random functions that have no keyed form; both name the module that drew.
+    ``key`` is an int32 (2,) key or None; the n-th site that draws uses ``fold_in(key, n)``. A block is one site, and
+    the sites in it draw from its key in the same way. ``written`` collects the ids of tensors that were written unseen
+    by their version counters. Raises ValueError where a site draws without a key, and NotImplementedError for random
+    functions that have no keyed form; both name the module that drew.
     """
 
     def __init__(self, module: nn.Module, key: torch.Tensor | None) -> None:
@@ -49,6 +54,17 @@ class ModuleMode(TorchFunctionMode):
             raise ValueError(f"{self.caller()} draws random numbers ({what}): apply needs a key, key=None was given")
         self.sites += 1
         return random.fold_in(self.key, self.sites - 1)
+
+    @contextlib.contextmanager
+    def block(self) -> Generator[None]:
+        """The sites inside count on their own, from the key of one site outside: so blocks can be traced apart."""
+        key, sites = self.key, self.sites
+        if key is not None:
+            self.key, self.sites = self.draw("a block"), 0
+        try:
+            yield
+        finally:
+            self.key, self.sites = key, sites + 1
 
     def caller(self) -> str:
         """The innermost of the module's submodules on the Python stack, by name and type, for errors."""
@@ -183,6 +199,9 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
+    axes = tuple(axis.name for axis in environment.current().axes if axis.size > 1)
+    if training and axes:
+        return sync_batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, axes)
     if training:
         mode.written.update((id(running_mean), id(running_var)))
     if running_mean is not None and weight is not None and weight.dtype != running_mean.dtype:

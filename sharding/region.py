@@ -107,12 +107,18 @@ def region(fn: Callable[..., Tree]) -> Callable[..., Tree]:
         return fn(*args, **kwargs)
 
     def wrapped(*args: Tree, **kwargs: Tree) -> Tree:
-        if not (current().outline and graphs.transforms() in ((), ("Grad",))):
+        if not outlined():
             return fn(*args, **kwargs)
         refuse_captured(fn)
         return call(called, (args, kwargs), cache, None, outline=True)
 
     return wrapped
+
+
+def outlined() -> bool:
+    """Whether a region called here is outlined: under autocast, which no graph of its own knows of, it is not."""
+    autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+    return current().outline and graphs.transforms() in ((), ("Grad",)) and not autocast
 
 
 def call(
@@ -180,7 +186,7 @@ def _build(
     policy: Policy | None,
     outline: bool,
 ) -> Pair:
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # constants
         examples = [
             torch.empty_strided(d.shape, d.stride(), dtype=d.dtype, device=device)
             for d, device in zip(described, devices, strict=True)

@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import functional_booster as fb
 from functional_booster import losses
 from functional_booster.functionalize import functionalize
 from functional_booster.kernels import random, transforms, tree
@@ -412,10 +413,12 @@ def test_one_call_leaves_nothing_for_the_next() -> None:
             super().__init__()
             self.weight = nn.Parameter(torch.ones(2))
             self.calls = 0
+            self.seen: list[torch.Tensor] = []
             self.last: torch.Tensor | None = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
+            self.seen.append(x)
+            self.calls += len(self.seen)
             self.last = x * self.weight
             return self.last * self.calls
 
@@ -843,6 +846,19 @@ def test_config_is_a_copy() -> None:
     assert model.config.to_dict() == module.config.to_dict()
 
 
+def test_recording_leaves_nothing_behind() -> None:
+    module, inputs = made("llama")
+    model = functionalize(module)
+    for _ in range(2):
+        outputs = model.apply(model.init(), **inputs, output_hidden_states=True)
+        expected = module(**inputs, output_hidden_states=True)
+        assert len(outputs.hidden_states) == len(expected.hidden_states)
+        for one, other in zip(outputs.hidden_states, expected.hidden_states, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+    again = functionalize(module)  # the module has its hooks now
+    assert len(again.apply(again.init(), **inputs, output_hidden_states=True).hidden_states) == 2
+
+
 def test_a_module_around_a_hugging_face_model() -> None:
     class Reward(nn.Module):
         def __init__(self) -> None:
@@ -888,6 +904,49 @@ def test_parameters_that_do_not_fit_are_all_named() -> None:
         model.apply(list(params.values()), torch.ones(1, 2))
     with pytest.raises(ValueError, match=r"buffers do not fit Sequential: '1.running_mean' is missing"):
         model.apply(model.init(), torch.ones(1, 2), buffers={})
+
+
+class Clashing(nn.Module):
+    """Arguments that are called as those of ``apply`` are, and one keyword that is called kwargs."""
+
+    def forward(self, key: Any, train: Any, buffers: Any, mutable: Any, inputs: Any, *, kwargs: Any) -> torch.Tensor:
+        return key + 10 * train + 100 * buffers + 1000 * mutable + 1e4 * inputs + 1e5 * kwargs
+
+
+def test_arguments_that_are_called_as_those_of_apply() -> None:
+    model = functionalize(Clashing())
+    named = {name: torch.tensor(float(n)) for n, name in enumerate(("key", "train", "buffers", "mutable", "kwargs"), 1)}
+    assert model.apply({}, kwargs=named, inputs=torch.tensor(6.0)) == 564321
+    with pytest.raises(TypeError, match="given by name and in kwargs: inputs"):
+        model.apply({}, kwargs=named | {"inputs": torch.tensor(6.0)}, inputs=torch.tensor(6.0))
+    with pytest.raises(TypeError, match="kwargs: Tensor, expected a dict of the module's arguments by name"):
+        model.apply({}, kwargs=torch.ones(1))
+    with pytest.raises(TypeError, match=r"key: torch.float32 of shape \(3,\), expected int32 .* kwargs=\{\"key\""):
+        model.apply({}, key=torch.ones(3))
+
+
+def test_attention_called_by_name() -> None:
+    module = nn.MultiheadAttention(4, 2, dropout=0.3, kdim=3, vdim=5, batch_first=True).eval()
+    model = functionalize(module)
+    query, key, value = (torch.randn(2, 6, width) for width in (4, 3, 5))
+    given = model.apply(model.init(), query=query, value=value, kwargs={"key": key})
+    expected = module(query=query, key=key, value=value)
+    for one, other in zip(given, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    dropped = [
+        model.apply(model.init(), query, value=value, key=random.key(seed), train=True, kwargs={"key": key})[0]
+        for seed in (0, 0, 1)
+    ]
+    assert_drawn_from_the_key(*dropped)
+
+    boosted, *_ = fb.Booster("cpu").boost(copy.deepcopy(module))
+    for one, other in zip(boosted(query=query, key=key, value=value), expected, strict=True):
+        torch.testing.assert_close(one, other)
+    boosted(query=query, key=key, value=value)[0].square().sum().backward()
+    expected[0].square().sum().backward()
+    grads = {name: leaf.grad for name, leaf in boosted.named_parameters()}
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad)
 
 
 def test_modules_that_cannot_be_functionalized() -> None:
