@@ -38,10 +38,11 @@ def text_files(path: str | os.PathLike[str] | None = None, without: str | os.Pat
     if not root.exists():
         raise FileNotFoundError(f"{root}: no such file or folder, expected a text file or a folder of them")
     if root.is_file():
-        if not os.access(root, os.R_OK):
-            raise PermissionError(f"{root}: no permission to read it")
-        if not _is_text(root):
-            raise ValueError(f"{root}: holds NUL bytes, expected a text file")
+        try:
+            if not _is_text(root):
+                raise ValueError(f"{root}: holds NUL bytes, expected a text file")
+        except PermissionError:
+            raise PermissionError(f"{root}: no permission to read it") from None
         return [root]
     if not root.is_dir():
         raise ValueError(f"{root}: a device or a pipe, expected a text file or a folder of them")
@@ -53,7 +54,7 @@ def text_files(path: str | os.PathLike[str] | None = None, without: str | os.Pat
     if without is not None:
         skipped = Path(without).resolve()
         files = [file for file in files if skipped not in file.resolve().parents]
-    texts = [file for file in files if file.is_file() and os.access(file, os.R_OK) and _is_text(file)]
+    texts = [file for file in files if file.is_file() and _is_readable_text(file)]
     if not texts:
         raise ValueError(f"{root}: no readable text file in this folder")
     return texts
@@ -134,6 +135,13 @@ def batches(
 @functools.lru_cache(maxsize=4)
 def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
     return random.permutation(random.fold_in(random.key(seed), epoch), size)
+
+
+def _is_readable_text(file: Path) -> bool:
+    try:
+        return _is_text(file)
+    except OSError:
+        return False
 
 
 def _is_text(file: Path) -> bool:

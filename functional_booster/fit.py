@@ -7,13 +7,14 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from .hooks import Batch, Hook, Scalars, StopTraining
+from .optim.validate import check_integer
 from .profile import peak_memory
 from .trackers import Tracker
 
@@ -71,12 +72,12 @@ def fit(
 
     Ctrl-C and SIGTERM finish the running step, close the hooks (a checkpoint is saved) and return; a second one ends
     at once. An error closes the hooks with the last good state before it goes on; one in a step that had consumed its
-    state already closes them without, and so does a FloatingPointError. Raises ValueError for steps or log_every
-    below 1.
+    state already closes them without, and so does a FloatingPointError. Raises TypeError or ValueError, naming the
+    argument, before the first step.
     """
-    for name, value in (("steps", steps), ("log_every", log_every)):
-        if value < 1:
-            raise ValueError(f"{name}: {value}, expected at least 1")
+    check_integer("steps", steps, minimum=1)
+    check_integer("log_every", log_every, minimum=1)
+    _check(step, state, data, hooks, tracker)
     n = int(state.position)
     fetch = data if callable(data) else _in_order(data)
     meter = _Meter(n, flops_per_token, peak_flops)
@@ -113,6 +114,26 @@ def fit(
             good = None  # ends at once; or is not good
             raise
     return state
+
+
+def _check(step: Any, state: Any, data: Any, hooks: Any, tracker: Any) -> None:
+    if not callable(step):
+        raise TypeError(f"step: {_kind(step)}, expected a function (state, batch) -> (state, metrics)")
+    if not hasattr(state, "position"):
+        raise TypeError(f"state: {_kind(state)}, expected a TrainState (booster.init makes one)")
+    if isinstance(data, Mapping | str) or not (callable(data) or isinstance(data, Iterable)):
+        raise TypeError(f"data: {_kind(data)}, expected a function position -> batch or an iterable of batches")
+    if not isinstance(hooks, Sequence):
+        raise TypeError(f"hooks: {_kind(hooks)}, expected a list of functions (n, state, metrics)")
+    for index, hook in enumerate(hooks):
+        if not callable(hook):
+            raise TypeError(f"hooks[{index}]: {_kind(hook)}, expected a function (n, state, metrics)")
+    if tracker is not None and not hasattr(tracker, "log"):
+        raise TypeError(f"tracker: {_kind(tracker)}, expected a Tracker or None")
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__
 
 
 class _Meter:

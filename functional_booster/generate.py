@@ -8,8 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from functional_booster.kernels import random
+from functional_booster.kernels import random, tree
 from functional_booster.models.model import Model, Tree
+
+from .optim.validate import check_integer, check_scalar
+from .state import TrainState, check_params
 
 
 @torch.no_grad()
@@ -31,11 +34,14 @@ def generate(
     temperature 0 takes the likeliest token; else tokens are drawn by ``key`` from the logits over the temperature, cut
     to the ``top_k`` likeliest, then to the fewest that hold ``top_p`` of the probability (Holtzman et al. 2020). What
     row b draws depends on the key, b and row b alone. A row ends at ``eos_token_id`` and is filled with
-    ``pad_token_id`` (by default the eos); all rows ended, it stops. Beyond the model's longest row it reads the latest
-    tokens only. Every token costs a forward pass over the row. Raises TypeError or ValueError, naming the argument.
+    ``pad_token_id`` (by default the eos); all rows ended, it stops. Having outgrown the model's longest row, it reads
+    the latest tokens only. Every token costs a forward pass over the row. Raises TypeError or ValueError, naming the
+    argument.
     """
-    _check(model, prompt, key, max_new_tokens, temperature, top_k, top_p, eos_token_id, pad_token_id)
-    window = getattr(model.config, "max_position_embeddings", None) or prompt.shape[1] + max_new_tokens
+    _check_model(model, params)
+    _check_prompt(model, params, prompt)
+    _check_options(model, key, max_new_tokens, temperature, top_k, top_p, eos_token_id, pad_token_id)
+    window = _longest(model) or prompt.shape[1] + max_new_tokens
     last_logits = _last_logits(model)
     rows = torch.arange(prompt.shape[0], device=prompt.device)
     ended = torch.zeros(prompt.shape[0], dtype=torch.bool, device=prompt.device)
@@ -93,9 +99,43 @@ def _sample(key: torch.Tensor, rows: torch.Tensor, logits: torch.Tensor) -> torc
     return torch.func.vmap(lambda row, values: random.categorical(random.fold_in(key, row), values))(rows, logits)
 
 
-def _check(
+def _longest(model: Model) -> int | None:
+    """The longest row that the model reads, in tokens, where it has one."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def _check_model(model: Any, params: Tree) -> None:
+    if not isinstance(model, Model):
+        raise TypeError(
+            f"model: {type(model).__name__}, expected a fb.Model; for an nn.Module: fb.functionalize(module)"
+        )
+    if isinstance(params, TrainState):
+        raise TypeError("params: TrainState, expected a tree of parameters: state.params")
+    check_params(params, model.abstract)
+
+
+def _check_prompt(model: Model, params: Tree, prompt: Any) -> None:
+    if not isinstance(prompt, torch.Tensor) or prompt.dtype != torch.int64:
+        given = prompt.dtype if isinstance(prompt, torch.Tensor) else type(prompt).__name__
+        raise TypeError(f"prompt: {given}, expected a tensor of torch.int64")
+    if prompt.dim() != 2 or prompt.numel() == 0:
+        raise ValueError(f"prompt: shape {tuple(prompt.shape)}, expected (B, T), a row at least and a token in each")
+    if prompt.shape[1] > (_longest(model) or prompt.shape[1]):
+        raise ValueError(
+            f"prompt: {prompt.shape[1]} tokens a row, but the model reads {_longest(model)}: cut it to the latest"
+        )
+    for leaf in tree.leaves(params)[:1]:
+        if leaf.device != prompt.device:
+            raise ValueError(f"prompt: on {prompt.device}, expected {leaf.device}, as params")
+    size = getattr(model.config, "vocab_size", None)
+    if size is not None and (prompt.min() < 0 or prompt.max() >= size):
+        raise ValueError(
+            f"prompt: tokens from {int(prompt.min())} to {int(prompt.max())}, but the vocabulary is 0 to {size - 1}"
+        )
+
+
+def _check_options(
     model: Model,
-    prompt: torch.Tensor,
     key: torch.Tensor | None,
     max_new_tokens: int,
     temperature: float,
@@ -104,19 +144,14 @@ def _check(
     eos_token_id: int | None,
     pad_token_id: int | None,
 ) -> None:
-    if not isinstance(prompt, torch.Tensor) or prompt.dtype != torch.int64:
-        given = prompt.dtype if isinstance(prompt, torch.Tensor) else type(prompt).__name__
-        raise TypeError(f"prompt: {given}, expected a tensor of torch.int64")
-    if prompt.dim() != 2 or prompt.shape[1] == 0:
-        raise ValueError(f"prompt: shape {tuple(prompt.shape)}, expected (B, T) with at least one token a row")
-    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens: {max_new_tokens!r}, expected an int that is not negative")
-    if not temperature >= 0:
-        raise ValueError(f"temperature: {temperature}, expected a number that is not negative")
+    check_integer("max_new_tokens", max_new_tokens)
+    check_scalar("temperature", temperature)
     if temperature > 0 and key is None:
         raise ValueError("key: missing; sampling needs one (temperature=0 takes the likeliest token without)")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: {top_k}, expected a positive int or None")
+    if key is not None:
+        random.fold_in(key, 0)  # raises TypeError for what is no key
+    if top_k is not None:
+        check_integer("top_k", top_k, minimum=1)
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p: {top_p}, expected a number in (0, 1] or None")
     size = getattr(model.config, "vocab_size", None)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from . import debug, step
+from .optim.validate import check_integer
 
 Batch = Any
 Scalars = Mapping[str, Any]  # 0-d tensors, not fetched yet, or numbers
@@ -22,7 +23,7 @@ class StopTraining(Exception):
 
 
 def every(n: int, hook: Hook) -> Hook:
-    """The hook, called after every n-th step alone. Raises ValueError for n below 1."""
+    """The hook, called after every n-th step alone. Raises TypeError or ValueError unless n is an int from 1 on."""
     return _Every(n, hook)
 
 
@@ -85,8 +86,7 @@ class Checkpoint:
     _saved: int | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every: {self.every}, expected at least 1 step")
+        check_integer("every", self.every, minimum=1)
 
     def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
         """Save where it is time."""
@@ -143,8 +143,7 @@ class _Every:
     hook: Hook
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise ValueError(f"every: {self.n}, expected at least 1 step")
+        check_integer("every", self.n, minimum=1)
 
     def __call__(self, n: int, state: Any, metrics: Scalars) -> Scalars | None:
         return self.hook(n, state, metrics) if n % self.n == 0 else None

@@ -1,8 +1,9 @@
 """Losses, each as ``(sum, weight)``: a step divides by the weight of the whole batch, so any split of it agrees.
 
 Sums and softmax are in float32 at least. A token whose label is ``ignore_index`` counts neither in the sum nor in the
-weight; where all are ignored both are 0 and so are the gradients. A label out of range raises IndexError on CPU; on a
-GPU it trips a device assertion, since looking would wait for the device.
+weight, and its gradients are 0, whatever its logits are, NaN and infinities too; where all are ignored everything is 0.
+A label out of range raises IndexError on CPU; on a GPU it trips a device assertion, since looking would wait for the
+device.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ def labels_from(
     """The labels (B, T) of a text that predicts itself, for ``next_token``: input_ids (B, T), without padding.
 
     Padding, 0 in attention_mask (B, T), is neither a label nor does it predict one: the first real token after padding
-    is ignored too. Raises ValueError for a mask of another shape.
+    is ignored too. Raises TypeError for what is no tensor, ValueError for a mask of another shape.
     """
+    _check_tensor("input_ids", input_ids)
     if attention_mask is None:
         return input_ids
+    _check_tensor("attention_mask", attention_mask)
     if attention_mask.shape != input_ids.shape:
         raise ValueError(
             f"attention_mask: shape {tuple(attention_mask.shape)}, expected {tuple(input_ids.shape)}, as input_ids "
@@ -128,6 +131,7 @@ def linear_next_token(
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     _check("hidden", hidden, labels, weights, rank=3)
+    _check_tensor("head", head)
     if head.dim() != 2 or head.shape[1] != hidden.shape[-1]:
         raise ValueError(f"head: shape {tuple(head.shape)}, expected (V, {hidden.shape[-1]}), as hidden's last dim")
     if head.dtype != hidden.dtype:
@@ -150,15 +154,18 @@ def linear_next_token(
 def mse(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None) -> Loss:
     """Squared error of two tensors of one shape: (sum, number of elements).
 
-    ``weights``, broadcast to that shape, multiply each element's error and count. Raises ValueError for shapes that do
-    not fit.
+    ``weights``, broadcast to that shape, multiply each element's error and count. Raises TypeError for what is no
+    tensor, ValueError for shapes that do not fit.
     """
+    _check_tensor("prediction", prediction)
+    _check_tensor("target", target)
     if prediction.shape != target.shape:
         raise ValueError(f"target: shape {tuple(target.shape)}, expected {tuple(prediction.shape)}, as prediction")
     dtype = torch.promote_types(torch.promote_types(prediction.dtype, target.dtype), torch.float32)
     errors = (prediction.to(dtype) - target.to(dtype)).square()
     if weights is None:
         return errors.sum(), torch.full((), errors.numel(), dtype=dtype, device=errors.device)
+    _check_tensor("weights", weights)
     try:
         counted = weights.to(dtype).expand(errors.shape)
     except RuntimeError:
@@ -171,6 +178,10 @@ def mse(prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | 
 def _check(
     name: str, values: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None, rank: int | None = None
 ) -> None:
+    _check_tensor(name, values)
+    _check_tensor("labels", labels)
+    if weights is not None:
+        _check_tensor("weights", weights)
     if not values.is_floating_point():
         raise TypeError(f"{name}: {values.dtype}, expected a floating-point dtype")
     if values.dim() < 2 or (rank is not None and values.dim() != rank):
@@ -180,6 +191,11 @@ def _check(
     for other, tensor in (("labels", labels), ("weights", weights)):
         if tensor is not None and tensor.shape != values.shape[:-1]:
             raise ValueError(f"{other}: shape {tuple(tensor.shape)}, expected {tuple(values.shape[:-1])}, as {name}")
+
+
+def _check_tensor(name: str, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: {type(value).__name__}, expected a torch.Tensor")
 
 
 def _next(values: torch.Tensor, last: int) -> torch.Tensor:
@@ -193,9 +209,14 @@ def _weights(labels: torch.Tensor, weights: torch.Tensor | None, options: Option
     return valid.to(dtype) if weights is None else torch.where(valid, weights.to(dtype), 0)
 
 
+def _masked(values: torch.Tensor, labels: torch.Tensor, options: Options) -> torch.Tensor:
+    """Values (N, ...) with 0 in the rows of ignored labels (N), so that 0 * NaN is not met there, backward either."""
+    return torch.where((labels != options.ignore_index)[:, None], values, 0)
+
+
 def _token_losses(logits: torch.Tensor, labels: torch.Tensor, options: Options) -> torch.Tensor:
     """Logits (N, V), labels (N) -> (N), 0 where ignored."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = _masked(logits, labels, options).to(torch.promote_types(logits.dtype, torch.float32))
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
     return _losses_of(logits, logits.log_softmax(-1), labels, options)
@@ -221,7 +242,7 @@ def _total(
 ) -> torch.Tensor:
     """Hidden (N, D), head (V, D), labels and weights (N) -> the weighted sum, 0-d: the definition, chunk by chunk."""
     chunks = zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True)
-    sums = [(_token_losses(F.linear(h, head), y, options) * w).sum() for h, y, w in chunks]
+    sums = [(_token_losses(F.linear(_masked(h, y, options), head), y, options) * w).sum() for h, y, w in chunks]
     return torch.stack(sums).sum()
 
 
@@ -241,9 +262,10 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         losses, grad_hidden, grad_head = [], [], None
         for h, y, w in zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True):
+            h = _masked(h, y, options)
             chunk_losses, grad_logits = _losses_and_grads(F.linear(h, head), y, w, options)
             losses.append(chunk_losses)
-            grad_hidden.append(grad_logits @ head)
+            grad_hidden.append(_masked(grad_logits @ head, y, options))
             part = (grad_logits.mT @ h).to(w.dtype)
             grad_head = part if grad_head is None else grad_head + part
         each = torch.cat(losses)
@@ -308,7 +330,7 @@ def _losses_and_grads(
     With p the softmax of z, s the smoothing: dloss/dz = p (1 + 2 z_loss logsumexp(z)) - (1 - s) 1[y] - s / V.
     """
     dtype, size = logits.dtype, logits.shape[-1]
-    logits = logits.to(weights.dtype)
+    logits = _masked(logits, labels, options).to(weights.dtype)
     slope = None
     if options.softcap is not None:
         tanh = torch.tanh(logits / options.softcap)

@@ -81,8 +81,7 @@ class CosineAnnealingLR(ScheduledLR):
     """``schedules.cosine_annealing_lr``."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, eta_min: float = 0.0, last_epoch: int = -1) -> None:
-        make = functools.partial(schedules.cosine_annealing_lr, total_steps=total_steps, eta_min=eta_min)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.cosine_annealing_lr, total_steps, eta_min), last_epoch)
 
 
 class CosineAnnealingWarmupLR(ScheduledLR):
@@ -96,18 +95,16 @@ class CosineAnnealingWarmupLR(ScheduledLR):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        make = functools.partial(
-            schedules.cosine_annealing_warmup_lr, total_steps=total_steps, warmup_steps=warmup_steps, eta_min=eta_min
+        super().__init__(
+            optimizer, _given(schedules.cosine_annealing_warmup_lr, total_steps, warmup_steps, eta_min), last_epoch
         )
-        super().__init__(optimizer, make, last_epoch)
 
 
 class FlatAnnealingLR(ScheduledLR):
     """``schedules.flat_annealing_lr``."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, pct_start: float = 0.72, last_epoch: int = -1) -> None:
-        make = functools.partial(schedules.flat_annealing_lr, total_steps=total_steps, pct_start=pct_start)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.flat_annealing_lr, total_steps, pct_start), last_epoch)
 
 
 class FlatAnnealingWarmupLR(ScheduledLR):
@@ -122,22 +119,18 @@ class FlatAnnealingWarmupLR(ScheduledLR):
         eta_min: float = 0.0,
         last_epoch: int = -1,
     ) -> None:
-        make = functools.partial(
-            schedules.flat_annealing_warmup_lr,
-            total_steps=total_steps,
-            warmup_steps=warmup_steps,
-            pct_start=pct_start,
-            eta_min=eta_min,
+        super().__init__(
+            optimizer,
+            _given(schedules.flat_annealing_warmup_lr, total_steps, warmup_steps, pct_start, eta_min),
+            last_epoch,
         )
-        super().__init__(optimizer, make, last_epoch)
 
 
 class LinearWarmupLR(ScheduledLR):
     """``schedules.linear_warmup_lr``."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, warmup_steps: int = 0, last_epoch: int = -1) -> None:
-        make = functools.partial(schedules.linear_warmup_lr, total_steps=total_steps, warmup_steps=warmup_steps)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.linear_warmup_lr, total_steps, warmup_steps), last_epoch)
 
 
 class MultiStepLR(ScheduledLR):
@@ -151,8 +144,7 @@ class MultiStepLR(ScheduledLR):
         gamma: float = 0.1,
         last_epoch: int = -1,
     ) -> None:
-        make = functools.partial(schedules.multi_step_lr, total_steps=total_steps, milestones=milestones, gamma=gamma)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.multi_step_lr, total_steps, milestones, gamma), last_epoch)
 
 
 class MultiStepWarmupLR(ScheduledLR):
@@ -167,14 +159,9 @@ class MultiStepWarmupLR(ScheduledLR):
         gamma: float = 0.1,
         last_epoch: int = -1,
     ) -> None:
-        make = functools.partial(
-            schedules.multi_step_warmup_lr,
-            total_steps=total_steps,
-            warmup_steps=warmup_steps,
-            milestones=milestones,
-            gamma=gamma,
+        super().__init__(
+            optimizer, _given(schedules.multi_step_warmup_lr, total_steps, warmup_steps, milestones, gamma), last_epoch
         )
-        super().__init__(optimizer, make, last_epoch)
 
 
 class OneCycleLR(ScheduledLR):
@@ -198,15 +185,11 @@ class OneCycleLR(ScheduledLR):
             if cycle_momentum
             else None
         )
-        make = functools.partial(
-            schedules.one_cycle_lr,
-            total_steps=total_steps,
-            pct_start=pct_start,
-            anneal_strategy=anneal_strategy,
-            div_factor=div_factor,
-            final_div_factor=final_div_factor,
+        super().__init__(
+            optimizer,
+            _given(schedules.one_cycle_lr, total_steps, pct_start, anneal_strategy, div_factor, final_div_factor),
+            last_epoch,
         )
-        super().__init__(optimizer, make, last_epoch)
 
     def step(self, epoch: int | None = None) -> None:
         """Write the next rates and momentum into the param groups."""
@@ -235,8 +218,7 @@ class PolynomialLR(ScheduledLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, end_lr: float = 1e-4, power: float = 1.0, last_epoch: int = -1
     ) -> None:
-        make = functools.partial(schedules.polynomial_lr, total_steps=total_steps, end_lr=end_lr, power=power)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.polynomial_lr, total_steps, end_lr, power), last_epoch)
 
 
 class PolynomialWarmupLR(ScheduledLR):
@@ -251,14 +233,9 @@ class PolynomialWarmupLR(ScheduledLR):
         power: float = 1.0,
         last_epoch: int = -1,
     ) -> None:
-        make = functools.partial(
-            schedules.polynomial_warmup_lr,
-            total_steps=total_steps,
-            warmup_steps=warmup_steps,
-            end_lr=end_lr,
-            power=power,
+        super().__init__(
+            optimizer, _given(schedules.polynomial_warmup_lr, total_steps, warmup_steps, end_lr, power), last_epoch
         )
-        super().__init__(optimizer, make, last_epoch)
 
 
 class LambdaLR(ScheduledLR):
@@ -285,21 +262,24 @@ class StepLR(ScheduledLR):
     def __init__(
         self, optimizer: Optimizer, total_steps: int, step_size: int = 1, gamma: float = 0.1, last_epoch: int = -1
     ) -> None:
-        make = functools.partial(schedules.step_lr, total_steps=total_steps, step_size=step_size, gamma=gamma)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.step_lr, total_steps, step_size, gamma), last_epoch)
 
 
 class ExponentialLR(ScheduledLR):
     """``schedules.exponential_lr``."""
 
     def __init__(self, optimizer: Optimizer, total_steps: int, gamma: float = 1.0, last_epoch: int = -1) -> None:
-        make = functools.partial(schedules.exponential_lr, total_steps=total_steps, gamma=gamma)
-        super().__init__(optimizer, make, last_epoch)
+        super().__init__(optimizer, _given(schedules.exponential_lr, total_steps, gamma), last_epoch)
+
+
+def _given(schedule: Callable[..., Schedule], *rest: Any) -> Callable[[float], Schedule]:
+    """``base_lr -> schedule(base_lr, *rest)``."""
+    return lambda base_lr: schedule(base_lr, *rest)
 
 
 def _per_group(
     schedule: Callable[..., Schedule], total_steps: int, lr_lambda: LRLambda | Sequence[LRLambda]
 ) -> Callable[[float], Schedule] | list[Callable[[float], Schedule]]:
     if isinstance(lr_lambda, Sequence):
-        return [functools.partial(schedule, total_steps=total_steps, lr_lambda=each) for each in lr_lambda]
-    return functools.partial(schedule, total_steps=total_steps, lr_lambda=lr_lambda)
+        return [_given(schedule, total_steps, each) for each in lr_lambda]
+    return _given(schedule, total_steps, lr_lambda)

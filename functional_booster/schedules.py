@@ -66,7 +66,7 @@ def multi_step_decay(start: Scalar, gamma: float, milestones: Sequence[int]) -> 
 
 def cosine_warmup(peak: Scalar, total_steps: int, warmup_steps: int = 0, end: Scalar = 0.0) -> Schedule:
     """Warm-up to ``peak``, then half a cosine down to ``end`` at ``total_steps`` (arXiv 1608.03983)."""
-    _check(total_steps, warmup_steps, peak=peak, end=end)
+    _check(total_steps, warmup_steps)
     return wsd(peak, total_steps, warmup_steps, total_steps - warmup_steps, end, "cosine")
 
 
@@ -109,9 +109,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
 
 
 def cosine_annealing_lr(base_lr: Scalar, total_steps: int, eta_min: Scalar = 0.0) -> Schedule:
-    """``cosine_warmup`` without warm-up."""
-    _check(total_steps, base_lr=base_lr, eta_min=eta_min)
-    return cosine_warmup(base_lr, total_steps, 0, eta_min)
+    """``cosine_annealing_warmup_lr`` without warm-up."""
+    return cosine_annealing_warmup_lr(base_lr, total_steps, 0, eta_min)
 
 
 def cosine_annealing_warmup_lr(
@@ -230,13 +229,14 @@ def multiplicative_lr(base_lr: Scalar, total_steps: int, lr_lambda: Callable[[in
 
 def step_lr(base_lr: Scalar, total_steps: int, step_size: int = 1, gamma: float = 0.1) -> Schedule:
     """``step_decay`` every ``step_size`` steps."""
-    _check(total_steps)
+    _check(total_steps, base_lr=base_lr)
+    check_integer("step_size", step_size, minimum=1)
     return _hold(step_decay(base_lr, gamma, step_size), total_steps)
 
 
 def exponential_lr(base_lr: Scalar, total_steps: int, gamma: float = 1.0) -> Schedule:
     """``exponential``."""
-    _check(total_steps)
+    _check(total_steps, base_lr=base_lr)
     return _hold(exponential(base_lr, gamma), total_steps)
 
 

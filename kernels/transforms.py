@@ -157,11 +157,19 @@ def vmap(
 ) -> Callable[..., Any]:
     """``fn`` over a batch: ``in_axes`` is an int, None, or a tuple with a tree (prefix) of them for each argument.
 
-    Leaves that are no tensors are handed through unbatched. Raises ValueError when nothing is batched, and, naming the
-    leaves, where a batched dim is missing or two differ in size.
+    Leaves that are no tensors are handed through unbatched. Raises TypeError for keyword arguments, ValueError when
+    nothing is batched, and, naming the leaves, where a batched dim is missing or two differ in size.
     """
+    if not (in_axes is None or isinstance(in_axes, int | tuple | list)):
+        raise TypeError(
+            f"in_axes: {type(in_axes).__name__}, expected an int, None, or a tuple with one for each argument"
+        )
 
-    def wrapped(*args: Any) -> Any:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if kwargs:
+            raise TypeError(
+                f"{next(iter(kwargs))}: given by keyword, but in_axes says what is batched by position alone"
+            )
         axes = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
         if len(axes) != len(args):
             raise ValueError(f"in_axes: {len(axes)} entries for {len(args)} arguments")
@@ -169,6 +177,8 @@ def vmap(
         dims = [dim for axis, arg in zip(axes, args, strict=True) for dim in _leaf_axes(axis, arg)]
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         _require_one_batch_size(args, leaves, dims)
+        if all(dims[place] is None for place in places):
+            raise ValueError(f"in_axes: {in_axes!r} batches no tensor of the {len(args)} arguments")
         rebuilt: list[Any] = []
 
         def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -326,14 +326,43 @@ def test_the_profiler_writes_a_trace_of_the_steps(tmp_path: Path) -> None:
     assert not (tmp_path / "short").exists()
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 3, "log_every": 0}])
-def test_wrong_numbers_are_named(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"(steps|log_every): 0, expected at least 1"):
-        fit(step, start(), data, **wrong)
-    with pytest.raises(ValueError, match="every: 0"):
-        every(0, stop)
-    with pytest.raises(ValueError, match="every: 0"):
-        Checkpoint(lambda *_: None, "x", every=0)
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"steps": 0}, ValueError, "steps: got 0, expected an int at least 1"),
+        ({"steps": 2.5}, TypeError, "steps: got float 2.5, expected an int"),
+        ({"steps": "9"}, TypeError, "steps: got str '9', expected an int"),
+        ({"log_every": 0}, ValueError, "log_every: got 0, expected an int at least 1"),
+        ({"log_every": None}, TypeError, "log_every: got NoneType None, expected an int"),
+        ({"step": start()}, TypeError, r"step: State, expected a function \(state, batch\) -> \(state, metrics\)"),
+        ({"state": {"w": 1}}, TypeError, r"state: dict, expected a TrainState \(booster.init makes one\)"),
+        ({"data": 3}, TypeError, "data: int, expected a function position -> batch or an iterable of batches"),
+        ({"data": {"input_ids": torch.ones(3)}}, TypeError, "data: dict, expected a function position -> batch or an"),
+        ({"data": "corpus.txt"}, TypeError, "data: str, expected a function position -> batch or an iterable"),
+        ({"hooks": stop}, TypeError, r"hooks: function, expected a list of functions \(n, state, metrics\)"),
+        ({"hooks": {"stop": stop}}, TypeError, "hooks: dict, expected a list of functions"),
+        ({"hooks": [stop, 3]}, TypeError, r"hooks\[1\]: int, expected a function \(n, state, metrics\)"),
+        ({"tracker": "run"}, TypeError, "tracker: str, expected a Tracker or None"),
+    ],
+)
+def test_wrong_arguments_are_named_before_the_first_step(
+    wrong: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    def fetch(position: int) -> torch.Tensor:
+        raise AssertionError("work has begun")
+
+    arguments: dict[str, Any] = {"step": step, "state": start(), "data": fetch, "steps": 3} | wrong
+    with pytest.raises(error, match=message):
+        fit(**arguments)
+
+
+def test_wrong_numbers_of_hooks_are_named() -> None:
+    cases: list[tuple[Any, type[Exception]]] = [(0, ValueError), (stop, TypeError)]
+    for wrong, error in cases:
+        with pytest.raises(error, match="every: got"):
+            every(wrong, stop)
+        with pytest.raises(error, match="every: got"):
+            Checkpoint(lambda *_: None, "x", every=wrong)
     with pytest.raises(ValueError, match="batches: there is none"):
         mean_metrics(lambda *_: {}, None, [])
     with pytest.raises(StopTraining):

@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 
+from functional_booster.booster import Booster
 from functional_booster.generate import _cut, generate
 from functional_booster.kernels import random, tree
 from functional_booster.models import Model, from_hf, gpt2
+from functional_booster.optim import sgd
 
 SIZES = {"vocab_size": 23, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
 
@@ -156,12 +158,25 @@ def test_nothing_new_is_the_prompt_in_storage_of_its_own(small: tuple[Model, tre
     [
         ({"prompt": torch.zeros(1, 3)}, TypeError, "prompt: torch.float32"),
         ({"prompt": torch.zeros(3, dtype=torch.int64)}, ValueError, r"prompt: shape \(3,\)"),
-        ({"prompt": torch.zeros(3, 0, dtype=torch.int64)}, ValueError, "at least one token"),
-        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: -1"),
-        ({"max_new_tokens": 2.5}, ValueError, "max_new_tokens: 2.5"),
-        ({"temperature": -0.5}, ValueError, "temperature: -0.5"),
+        ({"prompt": [[1, 2]]}, TypeError, "prompt: list, expected a tensor of torch.int64"),
+        ({"prompt": torch.zeros(3, 0, dtype=torch.int64)}, ValueError, r"prompt: shape \(3, 0\), expected .* a token"),
+        ({"prompt": torch.zeros(0, 3, dtype=torch.int64)}, ValueError, r"prompt: shape \(0, 3\), expected .* a row"),
+        ({"prompt": prompt(1, 17)}, ValueError, "prompt: 17 tokens a row, but the model reads 16"),
+        ({"prompt": torch.tensor([[3, 23]])}, ValueError, "prompt: tokens from 3 to 23, but the vocabulary is 0 to 22"),
+        ({"prompt": torch.tensor([[3, -1]])}, ValueError, "prompt: tokens from -1 to 3, but the vocabulary is 0 to 22"),
+        ({"prompt": prompt().to("meta")}, ValueError, "prompt: on meta, expected cpu, as params"),
+        ({"model": torch.nn.Linear(1, 1)}, TypeError, "model: Linear, expected a fb.Model; for an nn.Module"),
+        ({"params": None}, ValueError, r"params do not fit the model:\n  h\.0\.attn"),
+        ({"params": torch.zeros(3)}, ValueError, r"params do not fit the model:\n  Tensor: unexpected\n  h\.0\.attn"),
+        ({"params": []}, ValueError, r"params do not fit the model:\n  h\.0\.attn"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: got -1"),
+        ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens: got float 2.5"),
+        ({"temperature": -0.5}, ValueError, "temperature: got -0.5"),
+        ({"temperature": "hot"}, TypeError, "temperature: got str 'hot'"),
         ({"key": None}, ValueError, "key: missing"),
-        ({"top_k": 0}, ValueError, "top_k: 0"),
+        ({"key": 0}, TypeError, r"key: expected int32 of shape \(2,\), as fb.random.key makes it, got int"),
+        ({"top_k": 0}, ValueError, "top_k: got 0"),
+        ({"top_k": 2.0}, TypeError, "top_k: got float 2.0"),
         ({"top_p": 0.0}, ValueError, "top_p: 0.0"),
         ({"top_p": 1.5}, ValueError, "top_p: 1.5"),
         ({"eos_token_id": 23}, ValueError, "eos_token_id: 23, expected a token below the vocabulary's 23"),
@@ -171,6 +186,25 @@ def test_nothing_new_is_the_prompt_in_storage_of_its_own(small: tuple[Model, tre
 def test_bad_arguments_are_named(
     small: tuple[Model, tree.Tree], changes: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    arguments: dict[str, Any] = {"prompt": prompt(), "max_new_tokens": 2, "key": random.key(0)} | changes
+    model, params = small
+    arguments: dict[str, Any] = {"model": model, "params": params, "prompt": prompt(), "max_new_tokens": 2}
     with pytest.raises(error, match=message):
-        generate(*small, **arguments)
+        generate(**arguments | {"key": random.key(0)} | changes)
+
+
+def test_params_that_are_not_the_models_are_listed(small: tuple[Model, tree.Tree]) -> None:
+    model, params = small
+    changed = {name: leaf for name, leaf in params.items() if name != "wte"} | {"wide": params["wte"], "ln_f": {}}
+    changed["wpe"] = {"weight": torch.zeros(3, 16)}
+    with pytest.raises(ValueError, match="params do not fit the model:") as raised:
+        generate(model, changed, prompt(), temperature=0, max_new_tokens=1)
+    assert str(raised.value).splitlines()[1:] == [
+        "  ln_f.bias: missing",
+        "  ln_f.weight: missing",
+        "  wide.weight: unexpected",
+        "  wpe.weight: shape (3, 16), expected (16, 16)",
+        "  wte.weight: missing",
+    ]
+    state = Booster(device="cpu").init(model, sgd(0.1), key=random.key(0))
+    with pytest.raises(TypeError, match=r"params: TrainState, expected a tree of parameters: state\.params"):
+        generate(model, state, prompt(), temperature=0, max_new_tokens=1)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from functional_booster import losses
 from functional_booster.kernels import graph, tree
 from functional_booster.losses import cross_entropy, labels_from, linear_next_token, mse, next_token
 
@@ -149,6 +150,15 @@ def plain_loss(hidden: torch.Tensor, head: torch.Tensor, labels: torch.Tensor, w
     return next_token(3 * torch.tanh(F.linear(hidden, head) / 3), labels, weights=weights, **OPTIONS)[0]
 
 
+def ignoring_nan(loss: Loss) -> Loss:
+    """The loss of hidden states of which the last token's, which predict nothing, are NaN."""
+
+    def spoilt(hidden: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return loss(torch.cat([hidden[:, :-1], torch.full_like(hidden[:, -1:], torch.nan)], dim=1), *rest)
+
+    return spoilt
+
+
 def gradient(loss: Loss) -> Callable[..., Any]:
     return torch.func.grad(loss, argnums=(0, 1, 3))
 
@@ -211,6 +221,7 @@ def traced(loss: Loss) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own forward mode calls it
+@pytest.mark.parametrize("loss", [fused_loss, ignoring_nan(fused_loss)], ids=["clean", "spoilt"])
 @pytest.mark.parametrize(
     "transform",
     [
@@ -226,8 +237,8 @@ def traced(loss: Loss) -> Any:
         traced,
     ],
 )
-def test_the_fused_loss_is_right_under(transform: Callable[[Loss], Any]) -> None:
-    torch.testing.assert_close(transform(fused_loss), transform(plain_loss))
+def test_the_fused_loss_is_right_under(transform: Callable[[Loss], Any], loss: Loss) -> None:
+    torch.testing.assert_close(transform(loss), transform(plain_loss))
 
 
 def largest(graph_module: torch.fx.GraphModule) -> int:
@@ -280,6 +291,49 @@ def test_a_batch_of_ignored_labels_has_loss_weight_and_gradient_zero(weights: to
         assert all((gradient_ == 0).all() for gradient_ in grads)
 
 
+@given(batches(), st.sampled_from([torch.nan, torch.inf, -torch.inf]), st.booleans())
+def test_ignored_tokens_count_nothing_whatever_their_logits(
+    case: dict[str, Any], spoilt: float, all_of_it: bool
+) -> None:
+    """Loss, weight and gradients are those of a batch where the ignored tokens are ordinary ones, to the last bit."""
+    labels = torch.full_like(case["labels"], IGNORED) if all_of_it else case["labels"]
+    hidden, head, weights = case["hidden"], case["head"], case["weights"]
+    logits, vocabulary = F.linear(hidden, head), head.shape[0]
+    ignored = labels == IGNORED
+    unpredicted = F.pad(ignored[:, 1:], (0, 1), value=True)  # the tokens whose next one is ignored
+    spoilt_weights = None if weights is None else weights.masked_fill(ignored, spoilt)
+
+    def of_logits(loss: Any, weights: torch.Tensor | None) -> Any:
+        def call(logits: torch.Tensor) -> Any:
+            return loss(logits, labels, weights=weights, **case["options"])
+
+        return torch.func.grad_and_value(call, has_aux=True)
+
+    for loss, rows in ((cross_entropy, ignored), (next_token, unpredicted)):
+        clean = of_logits(loss, weights)(logits)
+        for spoilt_logits in (  # all of a row, or one class of it
+            logits.masked_fill(rows[..., None], spoilt),
+            logits.masked_fill(rows[..., None] & (torch.arange(vocabulary) == 0), spoilt),
+        ):
+            torch.testing.assert_close(of_logits(loss, spoilt_weights)(spoilt_logits), clean, rtol=0, atol=0)
+        assert (clean[0][rows] == 0).all()
+
+    def fused(weights: torch.Tensor | None) -> Any:
+        def call(hidden: torch.Tensor, head: torch.Tensor) -> Any:
+            options = case["options"] | {"softcap": case["softcap"], "chunk_size": case["chunk_size"]}
+            return linear_next_token(hidden, head, labels, weights=weights, **options)
+
+        return torch.func.grad_and_value(call, argnums=(0, 1), has_aux=True)
+
+    clean = fused(weights)(hidden, head)
+    spoilt_hidden = hidden.masked_fill(unpredicted[..., None], spoilt)
+    torch.testing.assert_close(fused(spoilt_weights)(spoilt_hidden, head), clean, rtol=0, atol=0)
+    assert (clean[0][0][unpredicted] == 0).all()
+    if unpredicted.all():  # then even a head of NaN is multiplied with nothing
+        grads, (total, weight) = fused(spoilt_weights)(spoilt_hidden, torch.full_like(head, spoilt))
+        assert total == 0 and weight == 0 and not any(gradient_.any() for gradient_ in grads)
+
+
 def test_an_impossible_class_does_not_spoil_ignored_tokens() -> None:
     logits = draw(1, 3, 5, seed=0)
     logits[..., 0] = -torch.inf
@@ -301,6 +355,9 @@ def test_mse_is_that_of_torch(rows: int, columns: int, weighted: bool) -> None:
     torch.testing.assert_close(weight, counted.sum())
 
 
+untyped: Any = losses  # arguments of wrong types on purpose
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
@@ -308,6 +365,20 @@ def test_mse_is_that_of_torch(rows: int, columns: int, weighted: bool) -> None:
         (lambda: next_token(HIDDEN[0], LABELS[0].int()), TypeError, "labels: torch.int32, expected torch.int64"),
         (lambda: next_token(HIDDEN[0, 0], LABELS[0, 0]), ValueError, r"logits: shape \(5, 4\), expected 3 dims"),
         (lambda: next_token(LABELS, LABELS[..., 0]), TypeError, "logits: torch.int64, expected a floating-point"),
+        (lambda: untyped.next_token(HIDDEN[0], LABELS[0].tolist()), TypeError, "labels: list, expected a torch.Tensor"),
+        (lambda: untyped.next_token(HIDDEN[0].tolist(), LABELS[0]), TypeError, "logits: list, expected a torch.Tensor"),
+        (lambda: cross_entropy(HIDDEN[0], LABELS[0].double()), TypeError, "labels: torch.float64, expected torch.int"),
+        (lambda: cross_entropy(HIDDEN[0], LABELS), ValueError, r"labels: shape \(3, 2, 5\), expected \(2, 5\)"),
+        (lambda: untyped.cross_entropy(HIDDEN[0], LABELS[0], weights=[1.0]), TypeError, "weights: list, expected a t"),
+        (
+            lambda: untyped.linear_next_token(HIDDEN[0], HEAD[0], [1]),
+            TypeError,
+            "labels: list, expected a torch.Tensor",
+        ),
+        (lambda: untyped.linear_next_token(HIDDEN[0], None, LABELS[0]), TypeError, "head: NoneType, expected a torch"),
+        (lambda: untyped.labels_from([[1]]), TypeError, "input_ids: list, expected a torch.Tensor"),
+        (lambda: untyped.labels_from(LABELS[0], [1]), TypeError, "attention_mask: list, expected a torch.Tensor"),
+        (lambda: untyped.mse(HIDDEN, 0.0), TypeError, "target: float, expected a torch.Tensor"),
         (lambda: cross_entropy(HIDDEN[0], LABELS[0] + 7), IndexError, "out of bounds"),
         (lambda: linear_next_token(HIDDEN[0], HEAD[0], LABELS[0] + 7), IndexError, "out of bounds"),
         (lambda: next_token(HIDDEN[0], LABELS[0], label_smoothing=1.5), ValueError, "label_smoothing: 1.5"),

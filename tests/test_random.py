@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -54,15 +55,16 @@ class TestKnownAnswers:
         ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
         ((0x13198A2E, 0x03707344), (0x243F6A88, 0x85A308D3), (0xC4923A9C, 0x483DF7A0)),
     )
+    PLACED = ((0, VECTORS[0]), (-2, VECTORS[1]))  # where the words lie in a stream: in the blocks 0 and -1
 
     @pytest.mark.parametrize(("key", "counter", "expected"), VECTORS)
     def test_one_block(self, key: tuple[int, int], counter: tuple[int, int], expected: tuple[int, int]) -> None:
         assert threefry.threefry(*key, *counter) == expected
 
-    @pytest.mark.parametrize(("start", "vector"), [(0, VECTORS[0]), (-2, VECTORS[1])])
+    @pytest.mark.parametrize(("start", "vector"), PLACED)
     @pytest.mark.parametrize("size", [2, 200])  # Python integers, and torch arithmetic
     def test_the_op(self, size: int, start: int, vector: tuple[tuple[int, int], ...]) -> None:
-        key, _, expected = vector  # the block numbers are 0 and -1
+        key, _, expected = vector
         assert unsigned(threefry.bits(words(*key), None, start, (size,), (1,), 32)[:2]) == list(expected)
 
     @given(st.integers(0, WORD), st.integers(0, WORD), st.integers(-(2**62), 2**62 - 100), st.sampled_from([1, 33, 70]))
@@ -511,17 +513,21 @@ class TestInitialize:
             assert abs(values.double().std().item() / std - 1) < SIGMAS / math.sqrt(count)
 
 
-def test_the_triton_kernel_interpreted_on_cpu() -> None:
-    """In a process of its own: triton reads TRITON_INTERPRET when a kernel is defined."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    script = """
-import torch
+# A process of its own, since triton reads TRITON_INTERPRET when a kernel is defined.
+INTERPRETED = """
+import json, sys, torch
 from functional_booster.kernels import random, threefry, threefry_triton
+
+for words, start, expected in json.loads(sys.argv[1]):
+    for starts in (None, torch.tensor([start])):
+        out = torch.empty(2, dtype=torch.int32)
+        threefry_triton.bits(out, torch.tensor(words, dtype=torch.int32), starts, start, 2, 32)
+        assert out.tolist() == expected, (words, starts, out)
+
 keys = random.split(random.key(7), 3)
-cases = [((1000,), (1,), 0), ((1001,), (1,), 5), ((7, 3), (11, 1), 5), ((5, 4, 6), (28, 7, 1), 2**40 + 3)]
 for width in (16, 32):
-    for shape, strides, base in cases:
-        for key, offset in ((keys[0], None), (keys[0], torch.tensor(9)), (keys, torch.tensor([0, 3, 2**33]))):
+    for shape, strides, base in (((1001,), (1,), 5), ((7, 3), (11, 1), 5), ((2, 3, 6), (28, 7, 1), 2**40 + 3)):
+        for key, offset in ((keys[0], None), (keys, torch.tensor([0, 3, 2**33]))):
             args = (key, offset, base, shape, strides, width)
             expected, out = threefry._reference(*args), threefry._empty(*args).fill_(77)
             starts, length = threefry.run_starts(*args[:5])
@@ -531,8 +537,14 @@ for width in (16, 32):
                 threefry_triton.bits(out.fill_(77), key, None, base, length, width)
                 assert torch.equal(out, expected), args
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=300)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is made for Linux alone")
+def test_the_triton_kernel_interpreted_on_cpu() -> None:
+    placed = TestKnownAnswers.PLACED
+    known = [(words(*key).tolist(), start, words(*expected).tolist()) for start, (key, _, expected) in placed]
+    command = [sys.executable, "-W", "error", "-c", INTERPRETED, json.dumps(known)]
+    subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, check=True, timeout=300)
 
 
 @pytest.mark.gpu

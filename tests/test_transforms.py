@@ -319,12 +319,24 @@ class TestVmap:
             (({"c": 0}, 0), ValueError, r"extra key"),
             ((0, 0), ValueError, r"in_axes: the batched dims differ in size: \{'0\.a': 2, '1': 3\}"),
             (({"a": 1}, None), ValueError, r"in_axes: dim 1 of argument 0\.a, which has shape \(2,\)"),
-            (None, ValueError, "at least one"),
+            (None, ValueError, "in_axes: None batches no tensor of the 2 arguments"),
+            (({"a": None}, None), ValueError, r"in_axes: \(\{'a': None\}, None\) batches no tensor of the 2"),
+            ("ab", TypeError, "in_axes: str, expected an int, None, or a tuple"),
+            ({0: 0, 1: 0}, TypeError, "in_axes: dict, expected an int, None, or a tuple"),
         ],
     )
     def test_bad_in_axes_are_refused_by_name(self, in_axes: Any, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
             transforms.vmap(lambda p, x: p["a"].sum() * x, in_axes)({"a": tensor(2)}, tensor(3))
+
+    def test_keywords_and_arguments_without_tensors_are_refused(self) -> None:
+        double = transforms.vmap(lambda x, scale=2: x * scale)
+        with pytest.raises(TypeError, match="scale: given by keyword, but in_axes says what is batched by position"):
+            double(tensor(3), scale=3)
+        with pytest.raises(ValueError, match="in_axes: 0 batches no tensor of the 1 arguments"):
+            double(3.0)
+        with pytest.raises(ValueError, match="in_axes: 0 batches no tensor of the 0 arguments"):
+            double()
 
 
 class TestComposition:
