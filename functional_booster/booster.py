@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functional_booster import checkpoint, imperative, optim, step
+from functional_booster import checkpoint, imperative, optim, step, watchdog
 from functional_booster.kernels import flat, graph, random, transforms, tree
-from functional_booster.precision import Policy, cast, policy_of
+from functional_booster.precision import Policy, cast
 from functional_booster.sharding import environment, shards
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, own, spmd
@@ -25,7 +25,7 @@ from .donation import consume, consumed_by, refuse_consumed
 from .jit import Jitted, jit
 from .lowered import Lowered
 from .models.model import Model
-from .plugins import Plan, Plugin, plan
+from .plugins import Plan, Plugin, max_norm_under, plan, policy_under
 from .state import Abstract, TrainState, assemble, check_params, disassemble, on_ranks
 
 Tree = tree.Tree
@@ -49,14 +49,14 @@ class Booster:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _device(self.device))
-        policy_of(self.mixed_precision)
         object.__setattr__(self, "plan", plan(self.plugin, self.mesh, self.device.type))
         object.__setattr__(self, "mesh", self.plan.mesh if self.plugin is not None else None)
+        policy_under(self.plan.plugin, self.mixed_precision)
 
     @property
     def policy(self) -> Policy:
         """The dtypes that a step stores, computes and sums in."""
-        return policy_of(self.mixed_precision)
+        return policy_under(self.plan.plugin, self.mixed_precision)
 
     def init(self, model: Model, tx: Any, *, key: torch.Tensor, params: Tree = None) -> TrainState:
         """A new TrainState, in fresh storage on the Booster's device.
@@ -105,6 +105,7 @@ class Booster:
         ``metrics``: 0-d tensors, not yet computed when the step returns: loss, grad_norm, lr, tokens (the weight),
         skipped, loss_scale, and aux.
         """
+        max_norm = max_norm_under(self.plan.plugin, max_norm)
         recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.policy, accumulate, max_norm, skip_nonfinite)
         return _train_step(recipe, jit, donate)
 
@@ -130,8 +131,9 @@ class Booster:
         run = _jit(evaluate) if jit else _without_tape(evaluate)
 
         def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
-            _check(state, batch)
-            return run(state, split_rows(batch, state.plan.mesh, state.plan.plugin.data_axes))
+            with _guarded("eval step", state):
+                _check(state, batch)
+                return run(state, split_rows(batch, state.plan.mesh, state.plan.plugin.data_axes))
 
         return eval_step
 
@@ -140,7 +142,11 @@ class Booster:
         mesh = state.plan.mesh
 
         def local(storage: flat.Flat, frozen: flat.Flat | None) -> Replicated:
-            return Replicated(assemble(shards.join(storage), None if frozen is None else shards.join(frozen)))
+            device = state.step.device
+            trained, still = (
+                None if parts is None else shards.join(shards.on_device(parts, device)) for parts in (storage, frozen)
+            )
+            return Replicated(assemble(trained, still))
 
         with torch.no_grad():
             return tree.map(torch.clone, spmd(local, mesh)(state.storage, state.frozen))
@@ -170,19 +176,22 @@ class Booster:
         """
         stream = random.key(0) if key is None else key
         boosted, handle, schedule = imperative.boost(
-            model, optimizer, lr_scheduler, self.policy, lambda pure, tx: self.init(pure, tx, key=stream)
+            model, optimizer, lr_scheduler, self.policy, self.plan, lambda pure, tx: self.init(pure, tx, key=stream)
         )
         return boosted, handle, criterion, dataloader, schedule
 
     def backward(self, loss: torch.Tensor, optimizer: imperative.BoostedOptimizer) -> None:
-        """Add the gradients of ``loss`` (0-d) to those of the boosted model."""
+        """Add the gradients of ``loss`` (0-d) to those of the boosted model: on processes, their mean over ranks."""
         if not isinstance(optimizer, imperative.BoostedOptimizer):
             raise TypeError(f"optimizer: {type(optimizer).__name__}, expected the one that boost returned")
         optimizer.backward(loss)
 
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
-        """A context in which gradients are added up and not synchronized; one device has nothing to hold back."""
-        return contextlib.nullcontext()
+        """A context in which ``backward`` adds gradients up on each rank; the next one outside synchronizes them.
+
+        Raises TypeError where neither handle that boost returned is given.
+        """
+        return imperative.no_sync(model, optimizer)
 
     def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
         """Write the state to the directory ``path``; what was there is replaced in one moment, or stays whole."""
@@ -234,12 +243,12 @@ def _laid_out(
 ) -> tuple[flat.Flat, flat.Flat | None]:
     """The storage of these parameters, trained and frozen, in fresh memory. No communication."""
 
-    def local(whole: Tree) -> tuple[flat.Flat, flat.Flat | None]:
-        storage, frozen = disassemble(whole, *layouts)
-        return shards.part(storage), None if frozen is None else shards.part(frozen)
+    def local(whole: Tree) -> tuple[flat.Flat | None, ...]:
+        return tuple(None if flats is None else shards.part(flats) for flats in disassemble(whole, *layouts))
 
     with torch.no_grad():
-        return own(spmd(local, plan.mesh)(Replicated(params)))
+        storage, frozen = own(spmd(local, plan.mesh)(Replicated(params)))
+        return shards.at_home(storage, pin=True), None if frozen is None else shards.at_home(frozen, pin=True)
 
 
 _jit = jit  # the methods have an argument of this name
@@ -254,6 +263,10 @@ class TrainStep:
     parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        with _guarded("train step", state, 1):
+            return self._run(state, batch)
+
+    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
         prepare, whole, further, finish = self.parts
         batches = self._microbatches(state, batch)
         if len(batches) == 1:
@@ -353,6 +366,18 @@ def _without_tape(fn: Callable[..., Any]) -> Callable[..., Any]:
             return fn(*args)
 
     return wrapped
+
+
+def _guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Around work that processes do together: where it fails on one, all raise. The step is ``ahead`` of the state's.
+
+    On a GPU the step is not told: the host does not wait for it.
+    """
+    mesh = state.plan.mesh if isinstance(state, TrainState) else None
+    if mesh is None or mesh.virtual or mesh.size == 1 or graph.transforms() or graph.is_tracing():
+        return contextlib.nullcontext()
+    known = isinstance(state.position, torch.Tensor) and state.position.device.type == "cpu"
+    return watchdog.guard(what, int(state.position) + ahead if known else None)
 
 
 def _check(state: TrainState, batch: Tree) -> None:

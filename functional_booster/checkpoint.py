@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from safetensors.torch import save_file
 from functional_booster.kernels import flat, tree
 from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.mesh import Replicated, own, spmd
+from functional_booster.sharding.mesh import Mesh, Replicated, own, spmd
 
-from . import locking
+from . import locking, watchdog
 from .donation import refuse_consumed
 from .state import TrainState, disassemble, on_ranks
 
@@ -48,21 +48,28 @@ _FITS: dict[str, Callable[[Any], bool]] = {  # what a manifest holds
 def save(path: str | os.PathLike[str], state: TrainState) -> None:
     """Write ``state`` to the directory ``path``, in place of the checkpoint that may be there.
 
-    Processes that save to one path take turns; the last one's state stays. Raises TypeError for no state, DonatedError
-    for one that was donated, FileExistsError where ``path`` holds something else, OSError (with the path) where it
-    cannot be written; the old checkpoint is whole in each case.
+    A state that is laid out over processes is saved by all of them: the first one writes, and all return once it has.
+    Others that save to one path take turns; the last one's state stays. Raises TypeError for no state, DonatedError for
+    one that was donated, FileExistsError where ``path`` holds something else, OSError (with the path) where it cannot
+    be written; the old checkpoint is whole in each case. The processes that do not write raise RankFailure.
     """
     if not isinstance(state, TrainState):
         raise TypeError(f"state: {type(state).__name__}, expected a TrainState")
     named = named_tensors(state)
     refuse_consumed(list(named), list(named.values()))
-    directory = Path(path)
+    counters = {"step": int(state.step), "position": int(state.position)}
+    with _all_or_none(state.plan.mesh, "save", counters["step"]):
+        if not any(state.plan.mesh.place):
+            _write(Path(path), named, counters)
+
+
+def _write(directory: Path, named: dict[str, torch.Tensor], counters: dict[str, int]) -> None:
     _refuse_others(directory)
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with locking.exclusive(directory, wait=True) as alone:
-            _publish(directory, _on_host(named), {"step": int(state.step), "position": int(state.position)}, alone)
+            _publish(directory, _on_host(named), counters, alone)
     except BaseException as error:
         if made:
             with contextlib.suppress(OSError):  # it is not empty, or was never made
@@ -78,8 +85,15 @@ def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainSt
     """The saved state with the structure and layout of ``like`` (leaves: ArrayInfo or tensors), on ``device``.
 
     Raises FileNotFoundError for a path that is no checkpoint; ValueError where the data is damaged, or, with the whole
-    list, where leaves are missing, unexpected, or of another shape or dtype.
+    list, where leaves are missing, unexpected, or of another shape or dtype. On processes, each must call it, and where
+    it fails on one of them, the others raise RankFailure.
     """
+    with _all_or_none(like.plan.mesh, "load"):
+        return _restore(like, _read(path, like, device))
+
+
+def _read(path: str | os.PathLike[str], like: TrainState, device: Any) -> dict[str, torch.Tensor]:
+    """The whole tensors that ``like`` needs, by name."""
     manifest = read_manifest(path)
     data = Path(path) / manifest["data"]
     if not data.is_file():
@@ -105,7 +119,21 @@ def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainSt
         raise ValueError(f"{path}: {data.name} is damaged: {error}") from error
     if wrong := next((name for name, leaf in tensors.items() if _described(leaf) != saved[name]), None):
         raise ValueError(f"{path}: {data.name} is damaged: {wrong} is not what {MANIFEST} says")
-    return _restore(like, tensors)
+    return tensors
+
+
+@contextlib.contextmanager
+def _all_or_none(mesh: Mesh, what: str, step: int | None = None) -> Generator[None]:
+    """Around a part of work that processes share: where one fails, all raise."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if not mesh.virtual and mesh.size > 1:
+        watchdog.agree(error, what, step)
+    elif error is not None:
+        raise error
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -205,16 +233,17 @@ def _plain(state: TrainState) -> dict[str, Tree]:
     """The parts of a state as trees of whole leaves; runs on every rank."""
     names = ("step", "position", "opt_state", "buffers", "key", "loss_scale", "storage", "frozen")
     parts = {name: getattr(state, name) for name in names}
-    plain = tree.map(lambda node: _expand(node) if _is_flat(node) else node, parts, is_leaf=_is_flat)
+    device = getattr(state.step, "device", None)  # an ArrayInfo has none, nor anything to move
+    plain = tree.map(lambda node: _expand(node, device) if _is_flat(node) else node, parts, is_leaf=_is_flat)
     trained, frozen = plain.pop("storage"), plain.pop("frozen")
     return {**plain, "params": trained if frozen is None else tree.combine(trained, frozen)}
 
 
-def _expand(node: flat.Flat) -> Tree:
-    """The tree of a Flat: whole leaves, or slots with their dtype where it holds ArrayInfo; None where None."""
+def _expand(node: flat.Flat, device: Any) -> Tree:
+    """The tree of a Flat: whole leaves on ``device``, or their ArrayInfo where it holds ArrayInfo; None where None."""
     held = [leaf for leaf in node.buffers.values() if leaf is not None]
     if all(isinstance(leaf, torch.Tensor) for leaf in held):
-        return flat.unravel(shards.join(node))
+        return flat.unravel(shards.join(shards.on_device(node, device)))
     slots = [
         None if (info := node.buffers[slot.bucket]) is None else ArrayInfo(slot.shape, info.dtype)
         for slot in node.layout.slots
@@ -250,7 +279,8 @@ def _restore(like: TrainState, tensors: dict[str, torch.Tensor]) -> TrainState:
         still = None if frozen is None else shards.part(frozen)
         return on_ranks(like.replace(**tree.unflatten(structure, parts), storage=shards.part(storage), frozen=still))
 
-    return own(spmd(local, mesh)(Replicated(filled)))
+    restored = own(spmd(local, mesh)(Replicated(filled)))
+    return tree.map(lambda node: shards.at_home(node) if _is_flat(node) else node, restored, is_leaf=_is_flat)
 
 
 def _is_flat(node: Any) -> bool:

@@ -8,11 +8,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 
+from . import watchdog
 from .hooks import Batch, Hook, Scalars, StopTraining
 from .optim.validate import check_integer
 from .profile import peak_memory
@@ -74,6 +77,11 @@ def fit(
     at once. An error closes the hooks with the last good state before it goes on; one in a step that had consumed its
     state already closes them without, and so does a FloatingPointError. Raises TypeError or ValueError, naming the
     argument, before the first step.
+
+    A state that is laid out over processes is trained by all of them: each calls this with its part of the data and
+    the same hooks, as those that evaluate or save work together; ``tracker`` is given on one of them. They stop after
+    the same step, whichever gets the signal or the StopTraining. Where one fails, or runs out of batches before the
+    others, all raise (the others ``rank_failure.RankFailure``), and the hooks are closed without a state.
     """
     check_integer("steps", steps, minimum=1)
     check_integer("log_every", log_every, minimum=1)
@@ -82,36 +90,41 @@ def fit(
     fetch = data if callable(data) else _in_order(data)
     meter = _Meter(n, flops_per_token, peak_flops)
     good: State | None = state
-    with _signals() as stopped, contextlib.ExitStack() as closing:
+    with _signals() as stopped, _ranks(state) as ranks, contextlib.ExitStack() as closing:
         for hook in hooks:
             if close := getattr(hook, "close", None):
                 closing.callback(lambda close=close: close(n, good))
         try:
-            while n < steps and not stopped:
-                batch = fetch(n)
-                good = None
-                try:
-                    state, metrics = step(state, batch)
-                except Exception:
-                    good = None if getattr(state, "consumed_by", "") else state  # refused before it was consumed
-                    raise
-                good, n = state, n + 1
-                meter.count(metrics)
-                due = n == 1 or n % log_every == 0 or n == steps
-                record = dict(metrics) if due else {}
-                for hook in hooks:
+            while n < steps and not ranks.any(bool(stopped), n):
+                with ranks.step(n + 1):
                     try:
-                        record |= hook(n, state, metrics) or {}
-                    except StopTraining:
-                        stopped.append(n)
-                if due:
-                    record |= meter.read(metrics)
-                if record and tracker is not None:
-                    tracker.log(n, {name: float(value) for name, value in record.items()})
-        except _DataEnded:
-            log.warning("the data ended after %d of %d steps", n, steps)
-        except (KeyboardInterrupt, FloatingPointError):
-            good = None  # ends at once; or is not good
+                        batch = fetch(n)
+                    except _DataEnded:
+                        log.warning("the data ended after %d of %d steps", n, steps)
+                        break
+                    good = None
+                    try:
+                        state, metrics = step(state, batch)
+                    except Exception:
+                        good = None if getattr(state, "consumed_by", "") else state  # refused before it was consumed
+                        raise
+                    good, n = state, n + 1
+                    meter.count(metrics)
+                    due = n == 1 or n % log_every == 0 or n == steps
+                    record = dict(metrics) if due else {}
+                    for hook in hooks:
+                        try:
+                            record |= hook(n, state, metrics) or {}
+                        except StopTraining:
+                            stopped.append(n)
+                    if due:
+                        record |= meter.read(metrics)
+                    if record and tracker is not None:
+                        tracker.log(n, {name: float(value) for name, value in record.items()})
+            ranks.end(n)
+        except BaseException as error:
+            if ranks.group is not None or isinstance(error, KeyboardInterrupt | FloatingPointError):
+                good = None  # not that of all ranks; or ends at once; or is not good
             raise
     return state
 
@@ -165,6 +178,47 @@ class _Meter:
             measured["peak_memory"] = float(memory)
         self._since, self._tokens = now, []
         return measured
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The processes that a state is laid out over: they go through each step together, stop together, fail together.
+
+    ``group``: theirs, on the CPU; None for one process, which has nobody to ask.
+    """
+
+    group: Any = None
+
+    def any(self, flag: bool, n: int) -> bool:
+        """Whether the flag is set on one of them."""
+        if self.group is None:
+            return flag
+        told = torch.tensor(int(flag))
+        with watchdog.guard("stop signal", n):
+            dist.all_reduce(told, dist.ReduceOp.MAX, group=self.group)
+        return bool(told)
+
+    def step(self, n: int) -> contextlib.AbstractContextManager[None]:
+        """Around step ``n``: where it fails on one of them, all raise."""
+        return contextlib.nullcontext() if self.group is None else watchdog.guard("train step", n)
+
+    def end(self, n: int) -> None:
+        """The training is over on each; raises RankFailure where another one still has batches."""
+        if self.group is not None:
+            watchdog.agree(None, "end of training", n)
+
+
+@contextlib.contextmanager
+def _ranks(state: Any) -> Generator[_Ranks]:
+    mesh = getattr(getattr(state, "plan", None), "mesh", None)
+    if mesh is None or mesh.virtual or mesh.size == 1:
+        yield _Ranks()
+        return
+    group = dist.new_group(backend="gloo")  # flags are the host's: on the device each would be waited for
+    try:
+        yield _Ranks(group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def _in_order(data: Iterable[Batch]) -> Callable[[int], Batch]:

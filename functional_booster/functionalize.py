@@ -153,7 +153,10 @@ class _Forward:
         mutable: bool,
     ) -> Any:
         axes = tuple(axis.name for axis in environment.current().axes)
-        owned = {name: enter(buffer, axes).clone() for name, buffer in buffers.items()}  # on each rank its own
+        owned = {  # on each rank its own, but for counters, which count the same on all
+            name: (enter(buffer, axes) if buffer.is_floating_point() else buffer).clone()
+            for name, buffer in buffers.items()
+        }
         versions = {name: _version(value) for name, value in [*params.items(), *owned.items()]}
         skeleton = self.template.skeleton
         with skeleton.holding({**params, **owned}) as module, ModuleMode(module, key) as mode:

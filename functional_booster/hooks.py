@@ -10,8 +10,13 @@ from typing import Any
 
 import torch
 
-from . import debug, step
+from functional_booster.kernels import tree
+from functional_booster.sharding.collectives import pmax
+from functional_booster.sharding.mesh import Replicated, spmd
+
+from . import checkpoint, debug, step
 from .optim.validate import check_integer
+from .state import TrainState
 
 Batch = Any
 Scalars = Mapping[str, Any]  # 0-d tensors, not fetched yet, or numbers
@@ -35,9 +40,9 @@ def stop(n: int, state: Any, metrics: Scalars) -> None:
 def stop_on_nan(n: int, state: Any, metrics: Scalars) -> None:
     """A hook that raises FloatingPointError, naming the metric or the leaf, where there is a NaN or an infinity.
 
-    Waits for the device: use ``every(100, stop_on_nan)``.
+    Waits for the device: use ``every(100, stop_on_nan)``. On processes all raise, whichever holds the leaf.
     """
-    debug.check_finite(getattr(state, "params", None), f"step {n}: params")
+    _check_params(n, state)
     debug.check_finite({name: metrics[name] for name in ("loss", "grad_norm") if name in metrics}, f"step {n}: metrics")
 
 
@@ -99,7 +104,7 @@ class Checkpoint:
             self._write(n, state)
 
     def _write(self, n: int, state: Any) -> None:
-        debug.check_finite(getattr(state, "params", None), f"step {n}: params")
+        _check_params(n, state)
         self.save(os.fspath(self.path).replace("{step}", str(n)), state)
         self._saved = n
 
@@ -135,6 +140,25 @@ class Profiler:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(os.fspath(self._path))
+
+
+def _check_params(n: int, state: Any) -> None:
+    """Raise FloatingPointError where a parameter is not finite: on all ranks of the state's mesh, or on none."""
+    if not isinstance(state, TrainState) or not (state.plan.mesh.virtual or state.plan.mesh.size > 1):
+        debug.check_finite(getattr(state, "params", None), f"step {n}: params")
+        return
+    mesh, device = state.plan.mesh, state.step.device
+
+    def broken(parts: Any) -> Replicated:
+        floats = [leaf for leaf in tree.leaves(parts) if leaf.is_floating_point() or leaf.is_complex()]
+        finite = torch.stack([leaf.isfinite().all().to(device) for leaf in floats]).all()
+        return Replicated(pmax(1.0 - finite.float(), mesh.names))
+
+    with torch.no_grad():
+        if bool(spmd(broken, mesh)((state.storage, state.frozen))):  # on all ranks, which now look for it together
+            whole = checkpoint.named_tensors(state)
+            params = {name.partition(".")[2]: whole[name] for name in whole if name.partition(".")[0] == "params"}
+            debug.check_finite(params, f"step {n}: params")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,15 @@ class Lowered:
             f"{memory.arguments / 2**20:.1f} MiB of arguments, {memory.temporary / 2**20:.1f} MiB of temporaries"
         )
         return f"{head}\n{self.module.code}"
+
+
+def readable_bytes(count: float) -> str:
+    """A number of bytes for people, in units of 1024: "1.50 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{math.ceil(count)} B" if unit == "B" else f"{count:,.2f} {unit}"
 
 
 def _modules(module: GraphModule) -> Iterator[GraphModule]:

@@ -1,4 +1,4 @@
-"""The folder of a run: made once, held by one process, and described by its config.json."""
+"""The folder of a run: made once, held by one process (the first of a launch), and described by its config.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from . import checkpoint, locking
-from .train_options import FREE_ON_RESUME, Train, flag
+from .train_options import FREE_ON_RESUME, LAYOUT, Train, flag
 
 CONFIG = "config.json"
 CHECKPOINT = "checkpoint"
@@ -105,7 +106,7 @@ def resumed(given: Train) -> Train:
 
 def check_resumed(config: Train, saved: Train) -> None:
     """Raise ValueError, naming the option, where ``config`` is not as the run began."""
-    for name in sorted(_SAVED - {"data"}):
+    for name in sorted(_SAVED - {"data", *LAYOUT}):
         now, then = getattr(config, name), getattr(saved, name)
         if now != then:
             raise ValueError(f"{flag(name)}: {now}, but the run in {config.out} began with {then}; leave it out")
@@ -122,7 +123,10 @@ def kept(out: Path) -> str:
 
 def go_on(out: Path) -> str:
     """How to go on."""
-    return f"go on with: functional-booster train --resume --out {shlex.quote(os.fspath(out))}"
+    command = "functional-booster"
+    if dist.is_initialized():
+        command = f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', 1)} -m functional_booster"
+    return f"go on with: {command} train --resume --out {shlex.quote(os.fspath(out))}"
 
 
 def _is(value: Any, hint: Any) -> bool:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from functional_booster import optim
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast
-from functional_booster.sharding import environment
+from functional_booster.sharding import environment, shards
 from functional_booster.sharding.collectives import axis_index, pmax, pmean, psum
 from functional_booster.sharding.mesh import own, spmd
 from functional_booster.sharding.rows import rows_of
@@ -104,9 +104,10 @@ def gradients(
 
 def prepare(policy: Policy, state: TrainState) -> Prepared:
     """What the microbatches of one step have in common: the parameters as the plugin prepares them."""
-    plugin = state.plan.plugin
-    frozen = None if state.frozen is None else plugin.prepare(state.frozen, policy)
-    return Prepared(plugin.prepare(state.storage, policy), frozen)
+    def prepared(storage: flat.Flat) -> flat.Flat:
+        return state.plan.plugin.prepare(shards.on_device(storage, state.step.device), policy)
+
+    return Prepared(prepared(state.storage), None if state.frozen is None else prepared(state.frozen))
 
 
 def gathered(policy: Policy, plugin: Plugin, prepared: Prepared) -> Tree:
@@ -140,10 +141,10 @@ def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
     scalars, structure = tree.flatten((sums.loss, sums.weight, sums.aux))
     added = psum(torch.stack([scalar.to(torch.float64) for scalar in scalars]), axes).unbind()
     loss, weight, aux = tree.unflatten(structure, [x.to(y.dtype) for x, y in zip(added, scalars, strict=True)])
-    return Sums(sums.grads, loss, weight, aux, tree.map(lambda leaf: _agreed(leaf, axes), sums.buffers))
+    return Sums(sums.grads, loss, weight, aux, tree.map(lambda leaf: agreed(leaf, axes), sums.buffers))
 
 
-def _agreed(buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+def agreed(buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
     """One value for all ranks: the mean of statistics; counters count the same on each."""
     return pmean(buffer, axes) if buffer.is_floating_point() else pmax(buffer, axes)
 
@@ -156,12 +157,13 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
     norm = optim.global_norm(sums.grads).to(torch.float64) * inverse
     factor = 1.0 if recipe.max_norm is None else (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
     grads = tree.map(lambda grad, leaf: _scaled(grad, factor * inverse, leaf.dtype), sums.grads, state.storage)
+    grads = shards.at_home(grads)  # each buffer is updated where it is stored
     try:
         updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
     except Exception as error:
         _check_opt_state(recipe, state, error)
         raise
-    storage = optim.apply_updates(state.storage, updates)
+    storage = plugin.settle(optim.apply_updates(state.storage, updates), state.step + 1)
     finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
     buffers = sums.buffers
     if recipe.skip_nonfinite:
@@ -188,7 +190,7 @@ def select(condition: torch.Tensor, new: Tree, old: Tree) -> Tree:
     if condition.device.type == "cpu" and not graph.transforms() and not graph.is_tracing():
         return new if bool(condition) else old
     return tree.map(
-        lambda a, b: torch.where(condition, a, b) if isinstance(a, torch.Tensor) else a,
+        lambda a, b: torch.where(condition.to(a.device), a, b) if isinstance(a, torch.Tensor) else a,
         new,
         old,
     )
@@ -247,7 +249,8 @@ def check_batch(batch: Tree, device: torch.device) -> None:
     for name, leaf in named.items():
         where = f"batch.{name}" if name else "batch"
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"{where}: {type(leaf).__name__}, expected a torch.Tensor")
+            hint = f"; convert it with dict({where})" if isinstance(leaf, Mapping) else ""
+            raise TypeError(f"{where}: {type(leaf).__name__}, expected a torch.Tensor{hint}")
         if leaf.device != device:
             raise ValueError(f"{where} is on {leaf.device}, the state on {device}: move the batch there")
         if leaf.dim():

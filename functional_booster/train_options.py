@@ -9,19 +9,25 @@ from typing import Literal
 
 FREE_ON_RESUME = ("out", "data", "resume", "stop_after", "device", "sample", "profile")
 
+LAYOUT = ("plugin", "virtual_ranks")  # a resumed run's own, unless given
+
 _COUNTS = ("n_layer", "n_embd", "n_head", "batch_size", "steps", "accumulate", "log_every", "eval_every", "save_every")
 
 
 @dataclass(frozen=True)
 class Train:
-    """Train a small language model, byte by byte, on text."""
+    """Train a small language model, byte by byte, on text.
+
+    On several processes: torchrun --nproc-per-node 2 -m functional_booster train --plugin torch_fsdp.
+    """
 
     data: Path | None = None
     """A text file or a folder; without it, the source of Python's standard library. --resume may say where it moved."""
     out: Path = Path("runs/gpt")
     """Folder of the run; it must be new, unless --resume is given."""
     resume: bool = False
-    """Go on with the run in --out, bit for bit. Other settings of model, text and training than its own are refused."""
+    """Go on with the run in --out, bit for bit (with another plugin or number of ranks: to rounding). Other settings of
+    model, text and training than its own are refused."""
     model: Literal["llama", "gpt2"] = "llama"
     """Family of the model: a GPT with Llama's blocks (RMSNorm, rotary positions, SwiGLU), or GPT-2's."""
     n_layer: int = 4
@@ -33,7 +39,7 @@ class Train:
     length: int = 128
     """Bytes in a window of text, and the longest text that the model reads."""
     batch_size: int = 16
-    """Windows in a step."""
+    """Windows in a step, of all ranks together."""
     steps: int = 300
     """Steps of the whole run; the learning rate falls until the last."""
     stop_after: int | None = None
@@ -47,11 +53,15 @@ class Train:
     max_norm: float | None = 1.0
     """Norm that gradients are clipped to; --max-norm None does not clip."""
     accumulate: int = 1
-    """Parts that a batch is cut into, one after another, to save memory; they divide --batch-size."""
+    """Parts that a batch is cut into, one after another, to save memory; they and the ranks divide --batch-size."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the computation; parameters and optimizer stay in 32 bits."""
-    plugin: Literal["none"] = "none"
-    """How the training is spread over devices; none: one device."""
+    plugin: Literal["none", "torch_ddp", "low_level_zero", "low_level_zero_2", "torch_fsdp", "gemini"] = "none"
+    """How the training is spread over the processes that torchrun has started, or --virtual-ranks. none: one device;
+    torch_ddp: replicas; low_level_zero: optimizer state is split (ZeRO stage 1); low_level_zero_2: gradients too;
+    torch_fsdp, gemini: parameters too, gathered block by block, or chunk by chunk."""
+    virtual_ranks: int | None = None
+    """Ranks of the plugin that this one process runs at once, to see on one device what many would do."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes the GPU where there is one."""
     jit: bool = True
@@ -85,8 +95,11 @@ def check(config: Train) -> None:
     for name in _COUNTS:
         if getattr(config, name) < 1:
             raise ValueError(f"{flag(name)}: {getattr(config, name)}, expected at least 1")
-    if config.stop_after is not None and config.stop_after < 1:
-        raise ValueError(f"--stop-after: {config.stop_after}, expected at least 1")
+    for name in ("stop_after", "virtual_ranks"):
+        if (value := getattr(config, name)) is not None and value < 1:
+            raise ValueError(f"{flag(name)}: {value}, expected at least 1")
+    if config.virtual_ranks is not None and config.plugin == "none":
+        raise ValueError(f"--virtual-ranks: {config.virtual_ranks}, but --plugin none has one; choose a plugin")
     if config.sample < 0:
         raise ValueError(f"--sample: {config.sample}, expected a number of bytes")
     if config.length < 2:

@@ -70,9 +70,11 @@ class Watchdog:
     def enter(self, what: str, step: int | None = None) -> None:
         """Begin a work that all ranks take part in, in the same order: its ``what`` and ``step`` are the same on all.
 
-        Raises RankFailure where another rank has failed.
+        Within another work, None is that one's step. Raises RankFailure where another rank has failed.
         """
         self._check()
+        if step is None and self._depth > 0:
+            step = self._work[2]
         self._work = (self._work[0] + 1, what, step, time.monotonic())
         self._depth += 1
 
@@ -326,6 +328,15 @@ def started(timeout: float = 600.0, dead_after: float = 60.0, grace: float = 5.0
             _running.close()
         _running = Watchdog(timeout, dead_after, grace)
     return _running
+
+
+def stop() -> None:
+    """End this process's watchdog, where there is one; every process calls this before it destroys the process group.
+
+    (At exit it ends by itself.)
+    """
+    if _running is not None:
+        _running.close()
 
 
 @contextlib.contextmanager

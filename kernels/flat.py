@@ -43,13 +43,15 @@ class Layout:
     """Which leaf lies where: a static, hashable value. ``slots`` are in the order of the tree's leaves.
 
     A flat bucket's length is a whole number of ``multiple`` aligned parts. ``split`` names the mesh axes that split the
-    buffers of some buckets, so that each rank holds one part; a Flat of whole buffers has the same layout.
+    buffers of some buckets, so that each rank holds one part; a Flat of whole buffers has the same layout. ``host``
+    names the buckets that live in the host's memory between steps, wherever the others do.
     """
 
     structure: tree.Structure
     slots: tuple[Slot, ...]
     multiple: int = 1
     split: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    host: tuple[str, ...] = ()
 
     @cached_property
     def buckets(self) -> dict[str, tuple[Slot, ...]]:

@@ -21,6 +21,15 @@ from .environment import Axis
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """The dtypes of a gather: of what is ``given``, of what is ``sent``, and in which cotangents are ``summed``."""
+
+    given: torch.dtype
+    sent: torch.dtype
+    summed: torch.dtype
+
+
 def _collective(
     stacked: Callable[..., torch.Tensor],
     real: Callable[..., torch.Tensor],
@@ -90,6 +99,16 @@ def _to_root(x: torch.Tensor, axis: Axis, root: int) -> torch.Tensor:
     return torch.where(here if isinstance(here, torch.Tensor) else total.new_full((), here, dtype=torch.bool), total, 0)
 
 
+def _sent(x: torch.Tensor, wire: Wire | None = None) -> torch.Tensor:
+    return x if wire is None else x.to(wire.sent)
+
+
+def _summed(cotangent: torch.Tensor, axis: Axis, wire: Wire | None = None) -> torch.Tensor:
+    if wire is None:
+        return scatter(cotangent, axis)
+    return scatter(cotangent.to(wire.summed), axis).to(wire.given)
+
+
 psum = _collective(
     _sum_over_ranks,
     lambda x, axis: process_groups.all_reduce(x, "sum", _group(axis)),
@@ -103,10 +122,10 @@ leave = _collective(
 )
 # The next three have the ranks in dim 0 of this rank's value: of the result, of ``x``, of both.
 gather = _collective(
-    lambda x: _on_every_rank(x, x.shape[0]),
-    lambda x, axis: process_groups.all_gather(x, _group(axis), axis.size),
-    transpose=lambda g, axis: scatter(g, axis),
-    alone=lambda x: x.unsqueeze(0),
+    lambda x, *wire: _on_every_rank(_sent(x, *wire), x.shape[0]),
+    lambda x, axis, *wire: process_groups.all_gather(_sent(x, *wire), _group(axis), axis.size),
+    transpose=lambda g, axis, *wire: _summed(g, axis, *wire),
+    alone=lambda x, *wire: _sent(x, *wire).unsqueeze(0),
     batch=(0, 1),
 )
 scatter = _collective(

@@ -112,20 +112,33 @@ def pmin(x: Tree, axis: Axes) -> Tree:
     return _map(x, lambda name, leaf: primitives.extreme(_ordered(name, leaf), "min", axes))
 
 
-def all_gather(x: Tree, axis: Axes, *, dim: int = 0, tiled: bool = True) -> Tree:
+def all_gather(
+    x: Tree,
+    axis: Axes,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tree:
     """varying -> replicated: the values of all ranks, in order.
 
         rank 0    [a] -> [a, b]        [g0 + h0] <- [g0, g1]
         rank 1    [b] -> [a, b]        [g1 + h1] <- [h0, h1]
 
     Tiled: concatenated along ``dim``, which grows by the number of ranks; else stacked along a new dim ``dim``.
-    Transpose: psum_scatter.
+    Transpose: psum_scatter. ``dtype`` (None: x's) is that of the result, and of what travels; ``reduce_dtype`` (None:
+    x's) is that in which cotangents are cast, sent back and summed, and their sum arrives in x's: bfloat16 weights and
+    float32 gradients of float32 masters. Both floating-point, for a floating-point x; raises TypeError otherwise.
     """
     axes = _resolve(axis)
 
     def gathered(name: str, leaf: torch.Tensor) -> torch.Tensor:
         place = _dim(name, "dim", dim, leaf.dim() + (not tiled))
-        parts = primitives.along(primitives.gather, leaf, axes[::-1])
+        wire = _wire(name, leaf, dtype, reduce_dtype)
+        # Of several axes the last to be gathered casts: sums that pass between axes are rounded nowhere.
+        parts = primitives.along(primitives.gather, leaf, axes[:0:-1])
+        parts = primitives.along(primitives.gather, parts, axes[:1], *wire)
         stacked = parts.reshape(_size(axes), *leaf.shape).movedim(0, place)
         return stacked.flatten(place, place + 1) if tiled else stacked
 
@@ -273,6 +286,19 @@ def _ordered(name: str, x: torch.Tensor) -> torch.Tensor:
     if x.is_complex():
         raise TypeError(f"{name}: {x.dtype} has no order, expected real numbers, integers or bools")
     return x
+
+
+def _wire(
+    name: str, x: torch.Tensor, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> tuple[primitives.Wire, ...]:
+    """How a gather casts; nothing where it does not."""
+    if dtype is None and reduce_dtype is None:
+        return ()
+    wire = primitives.Wire(x.dtype, dtype or x.dtype, reduce_dtype or x.dtype)
+    for given in (wire.given, wire.sent, wire.summed):
+        if not given.is_floating_point:
+            raise TypeError(f"{name}: a gather of {wire.given} in {wire.sent}, expected floating-point dtypes")
+    return (wire,)
 
 
 def _dim(name: str, argument: str, dim: int, number: int) -> int:

@@ -112,7 +112,7 @@ def _gather_again(graph: GraphModule, marked: set[Node]) -> None:
             for other, theirs in uses.items()
             if other is not wait and any(place[before] < place[use] < place[resumed] for use in theirs)
         ]
-        if len(between) >= 2:  # with fewer in between, the buffer would come back while it goes
+        if len(between) > 2:  # with fewer in between (the final norm, the head), it would come back while it goes
             _copy_for(graph, wait, [user for user in users if place[user] >= place[resumed]], light)
 
 

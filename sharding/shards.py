@@ -14,24 +14,35 @@ from .collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 def part(whole: Flat) -> Flat:
     """This rank's part of every buffer that mesh axes split; the others as they are. No communication."""
 
-    def mine(buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    def mine(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        if not axes:
+            return buffer
         rows = buffer.view(axis_size(axes), -1)
         index = torch.as_tensor(axis_index(axes), dtype=torch.int64, device=buffer.device)
         return rows.index_select(0, index.reshape(1)).squeeze(0)
 
-    return _each(whole, lambda bucket, buffer, axes: mine(buffer, axes))
+    return _each(whole, mine)
 
 
-def join(parts: Flat, buckets: Collection[str] | None = None) -> Flat:
-    """The whole buffers (of ``buckets`` alone, if given); those that are whole already stay.
+def join(
+    parts: Flat,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    buckets: Collection[str] | None = None,
+) -> Flat:
+    """The whole buffers (of ``buckets`` alone, if given), the floating-point ones in ``dtype``.
 
-    part -> whole, varying -> invariant. Forward: all_gather; backward: psum_scatter.
+    part -> whole, varying -> invariant. Forward: all_gather in ``dtype``; backward: psum_scatter in ``reduce_dtype``,
+    back to the dtype of the parts. A buffer that every rank has whole is cast, and its gradient is left to be summed.
     """
 
     def whole(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        if is_whole(parts, bucket) or (buckets is not None and bucket not in buckets):
+        if buckets is not None and bucket not in buckets:
             return buffer
-        return all_gather(buffer, axes)
+        sent, summed = (dtype, reduce_dtype) if buffer.is_floating_point() else (None, None)
+        if axes and not is_whole(parts, bucket):
+            return all_gather(buffer, axes, dtype=sent, reduce_dtype=summed)
+        return buffer.to(sent or buffer.dtype)
 
     return _each(parts, whole)
 
@@ -43,7 +54,9 @@ def scatter(partial: Flat, dtype: torch.dtype | None) -> Flat:
     """
 
     def summed(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        return psum_scatter(buffer.to(dtype or buffer.dtype), axes) if is_whole(partial, bucket) else buffer
+        if not axes or not is_whole(partial, bucket):
+            return buffer
+        return psum_scatter(buffer.to(dtype or buffer.dtype), axes)
 
     return _each(partial, summed)
 
@@ -54,14 +67,37 @@ def total(partial: Flat, axes: tuple[str, ...], dtype: torch.dtype | None) -> Fl
     partial -> invariant. Forward: psum; backward: psum.
     """
 
-    def summed(bucket: str, buffer: torch.Tensor) -> torch.Tensor:
-        rest = tuple(axis for axis in axes if axis not in partial.layout.axes[bucket])
+    def summed(bucket: str, buffer: torch.Tensor, split: tuple[str, ...]) -> torch.Tensor:
+        rest = tuple(axis for axis in axes if axis not in split)
         return psum(buffer.to(dtype or buffer.dtype), rest) if axis_size(rest) > 1 else buffer
 
-    return Flat(
-        {name: None if buffer is None else summed(name, buffer) for name, buffer in partial.buffers.items()},
-        partial.layout,
-    )
+    return _each(partial, summed)
+
+
+def on_device(flat: Flat, device: torch.device) -> Flat:
+    """The buffers of the layout's ``host`` on ``device``, to work with, and the others where they are."""
+
+    def moved(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        # From pinned memory the copy runs beside the work before it; the device's stream orders all that follows.
+        return buffer.to(device, non_blocking=True) if bucket in flat.layout.host else buffer
+
+    return _each(flat, moved) if flat.layout.host else flat
+
+
+def at_home(flat: Flat, pin: bool = False) -> Flat:
+    """The buffers of the layout's ``host`` in the host's memory: the inverse of ``on_device``.
+
+    ``pin``: those that come from a GPU in pages that it can copy from by itself.
+    """
+
+    def moved(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+        if bucket not in flat.layout.host or buffer.device.type == "cpu":
+            return buffer
+        if not pin:
+            return buffer.to("cpu")  # it is waited for: the host reads it next
+        return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)
+
+    return _each(flat, moved) if flat.layout.host else flat
 
 
 def is_whole(flat: Flat, bucket: str) -> bool:
@@ -70,10 +106,9 @@ def is_whole(flat: Flat, bucket: str) -> bool:
 
 
 def _each(flat: Flat, change: Callable[[str, torch.Tensor, tuple[str, ...]], torch.Tensor]) -> Flat:
-    """``change(bucket, buffer, axes)`` of every buffer that mesh axes split."""
+    """``change(bucket, buffer, the mesh axes that split it)`` of every buffer that there is."""
     axes = flat.layout.axes
     buffers = {
-        name: buffer if buffer is None or not axes[name] else change(name, buffer, axes[name])
-        for name, buffer in flat.buffers.items()
+        name: None if buffer is None else change(name, buffer, axes[name]) for name, buffer in flat.buffers.items()
     }
     return Flat(buffers, flat.layout)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 from functional_booster.kernels import flat, tree
 
@@ -24,17 +25,29 @@ def unit_of(name: str) -> str:
     return ".".join(path[:-1]) or name
 
 
+def prefix(name: str, patterns: Collection[str]) -> str | None:
+    """The longest prefix of a leaf's name that one of the patterns matches, entry by entry; None where none does.
+
+    ``h.*`` matches ``h.3`` of ``h.3.attn.weight``, and ``h.*.attn`` matches ``h.3.attn`` (shell patterns: ``*``, ``?``,
+    ``[...]``).
+    """
+    path = name.split(".")
+    depths = [
+        len(entries)
+        for entries in (pattern.split(".") for pattern in patterns)
+        if len(entries) <= len(path) and all(map(fnmatchcase, path, entries))
+    ]
+    return ".".join(path[: max(depths)]) if depths else None
+
+
 def merged(units: Sequence[str], sizes: Sequence[int], least: int) -> list[str]:
     """Each leaf's unit, neighbours joined until a unit has ``least`` bytes; units stay whole.
 
     ``units`` and ``sizes`` (bytes) are in the order of the leaves. A joined unit bears the name of its first.
     """
-    weights: dict[str, int] = {}
-    for unit, size in zip(units, sizes, strict=True):
-        weights[unit] = weights.get(unit, 0) + size
     homes: dict[str, str] = {}
     home, filled = "", least
-    for unit, weight in weights.items():
+    for unit, weight in weights(units, sizes).items():
         if filled >= least:
             home, filled = unit, 0
         homes[unit] = home
@@ -42,20 +55,58 @@ def merged(units: Sequence[str], sizes: Sequence[int], least: int) -> list[str]:
     return [homes[unit] for unit in units]
 
 
+def packed(units: Sequence[str], sizes: Sequence[int], most: int) -> list[str]:
+    """Each leaf's unit, neighbours joined while they hold ``most`` elements at most; units stay whole.
+
+    Like ``merged``, which has a lower bound. A unit that is larger by itself is joined with none.
+    """
+    homes: dict[str, str] = {}
+    home, filled = "", most
+    for unit, weight in weights(units, sizes).items():
+        if not homes or filled + weight > most:
+            home, filled = unit, 0
+        homes[unit] = home
+        filled += weight
+    return [homes[unit] for unit in units]
+
+
 def layout(
-    abstract: Tree, labels: Tree, least: int, mesh: Mesh | None = None, split: tuple[str, ...] = ()
+    abstract: Tree,
+    labels: Tree,
+    join: Callable[[Sequence[str], Sequence[int]], Sequence[str]],
+    mesh: Mesh | None = None,
+    split: tuple[str, ...] = (),
+    *,
+    unit: Callable[[str], str] = unit_of,
+    whole: Collection[str] = (),
 ) -> flat.Layout:
-    """The flat layout whose buckets are units of at least ``least`` bytes, split over the mesh axes ``split``.
+    """The flat layout whose buckets are units, joined by ``join(units, bytes of each leaf)``, split over mesh axes.
 
     ``labels`` as for ``flat.plan``: what bears different labels shares no bucket, and a leaf that bears None is kept as
-    it is, whole on every rank.
+    it is, whole on every rank. So are, in buckets of their own, the leaves under ``whole`` (patterns as for
+    ``prefix``). ``unit`` says to which unit the leaf of a name belongs.
     """
     named = tree.named_leaves(abstract)
-    sizes = [info.nbytes for info in named.values()]
     marks = tree.flatten_up_to(tree.structure(abstract), labels)
-    joined = merged([unit_of(name) for name in named], sizes, least)
-    both = [None if mark is None else (unit, mark) for unit, mark in zip(joined, marks, strict=True)]
+    joined = join([unit(name) for name in named], [info.nbytes for info in named.values()])
+    apart = [prefix(name, whole) is not None for name in named]
+    finer = [None if key[-1] is None else key for key in zip(joined, apart, marks, strict=True)]
     multiple = 1 if mesh is None else mesh.extent(split)
-    planned = flat.plan(abstract, tree.unflatten(tree.structure(abstract), both), multiple)
-    flats = [name for name, slots in planned.buckets.items() if slots[0].offset is not None]
-    return replace(planned, split=tuple((name, split) for name in flats) if split else ())
+    planned = flat.plan(abstract, tree.unflatten(tree.structure(abstract), finer), multiple)
+    held = {name for name, kept in zip(named, apart, strict=True) if kept}
+    cut = [name for name, (slot, *_) in planned.buckets.items() if slot.offset is not None and slot.name not in held]
+    return replace(planned, split=tuple((bucket, split) for bucket in cut) if split else ())
+
+
+def on_host(layout: flat.Layout, buckets: Collection[str]) -> flat.Layout:
+    """The layout whose flat buckets of these names live in the host's memory."""
+    flats = (name for name, slots in layout.buckets.items() if slots[0].offset is not None)
+    return replace(layout, host=tuple(name for name in flats if name in buckets))
+
+
+def weights(units: Sequence[str], sizes: Sequence[int]) -> dict[str, int]:
+    """{unit: bytes of its leaves}, in the order of the units' first leaves."""
+    weights: dict[str, int] = {}
+    for unit, size in zip(units, sizes, strict=True):
+        weights[unit] = weights.get(unit, 0) + size
+    return weights

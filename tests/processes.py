@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_START = 120.0  # seconds that a process has to import torch
+_START = 120.0  # seconds that a process has to import torch and the package
 _GRACE = 2.0  # seconds that the other ranks have to answer once one has failed
 
 
@@ -31,7 +31,7 @@ class RankError(RuntimeError):
     """A rank died, did not answer in time, or raised what cannot be pickled."""
 
 
-def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: float = 120.0) -> list[T]:
     """``function(*args)`` on so many processes at once, and what it returned on each, by rank.
 
     ``function`` is defined at the top of an importable module; arguments and results are pickled. The processes are a
@@ -140,7 +140,9 @@ atexit.register(stop)
 
 def serve(descriptor: int) -> None:
     """The life of a worker: jobs come and answers go, until the other end is closed."""
-    import torch.distributed
+    import torch
+
+    import functional_booster  # noqa: F401 (the slow part of most jobs' imports)
 
     torch.set_num_threads(1)
     connection = Connection(descriptor)
@@ -160,6 +162,8 @@ def serve(descriptor: int) -> None:
 def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Any:
     import torch.distributed as dist
 
+    from functional_booster import watchdog
+
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, ranks),
@@ -174,6 +178,7 @@ def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Any:
             function, args = pickle.loads(job)
             return function(*args)
     finally:
+        watchdog.stop()  # it reads the store, which goes with this call
         dist.destroy_process_group()
 
 

@@ -29,10 +29,12 @@ def apply_every(k: int = 1) -> GradientTransformation:
     def update(updates: Tree, state: ApplyEveryState, params: Tree | None = None) -> tuple[Tree, ApplyEveryState]:
         position = state.count % k
         grad_acc = tree.map(
-            lambda u, held: u + torch.where(position == 0, torch.zeros_like(held), held), updates, state.grad_acc
+            lambda u, held: u + torch.where((position == 0).to(u.device), torch.zeros_like(held), held),
+            updates,
+            state.grad_acc,
         )
         due = position == k - 1
-        handed = tree.map(lambda total: torch.where(due, total, torch.zeros_like(total)), grad_acc)
+        handed = tree.map(lambda total: torch.where(due.to(total.device), total, torch.zeros_like(total)), grad_acc)
         return handed, ApplyEveryState(state.count + 1, grad_acc)
 
     return GradientTransformation(init, update, elementwise)

@@ -57,9 +57,9 @@ def scale_by_adam(
         # mu_hat / (sqrt(nu_hat) + eps), with the corrections brought together in two numbers: fewer passes.
         def direction(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             dtype = compute_dtype(g, m, v)
-            v = v.to(dtype) if _is_zero(eps_root) else v.to(dtype) + (correction2 * eps_root).to(dtype)
+            v = v.to(dtype) if _is_zero(eps_root) else v.to(dtype) + at(correction2 * eps_root, v.to(dtype))
             root = torch.sqrt(v.clamp(min=torch.finfo(dtype).tiny))
-            denominator = root * (correction1 / correction2.sqrt()).to(dtype) + (correction1 * eps).to(dtype)
+            denominator = root * at(correction1 / correction2.sqrt(), root) + at(correction1 * eps, root)
             return (m.to(dtype) / denominator).to(g.dtype)
 
         return tree.map(direction, updates, mu, nu_max if amsgrad else nu), ScaleByAdamState(count, mu, nu, nu_max)

@@ -123,8 +123,8 @@ def evaluate(value: ScalarOrSchedule, count: torch.Tensor) -> Scalar:
 
 
 def device_of(params: Tree) -> torch.device:
-    """The device of the first leaf; CPU for a tree without leaves."""
-    return next((leaf.device for leaf in tree.leaves(params)), torch.device("cpu"))
+    """The device of the first leaf that is not in the host's memory; CPU for a tree without one."""
+    return next((leaf.device for leaf in tree.leaves(params) if leaf.device.type != "cpu"), torch.device("cpu"))
 
 
 def zero_count(params: Tree) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from functional_booster.kernels import flat, tree
 from functional_booster.sharding.collectives import all_gather
 
-from .base import GradientTransformation, Scalar, Tree, at, elementwise, stateless, times
+from .base import GradientTransformation, Scalar, Tree, at, device_of, elementwise, stateless, times
 from .validate import check_scalar
 
 
@@ -25,9 +25,9 @@ def global_norm(updates: Tree) -> torch.Tensor:
         by_axes.setdefault(axes, []).append(leaf)
     if not by_axes:
         return torch.zeros(())
-    norms = []
+    norms, device = [], device_of(updates)
     for axes, leaves in by_axes.items():
-        norm = _norm([torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves])
+        norm = _norm([torch.linalg.vector_norm(leaf, dtype=torch.float64).to(device) for leaf in leaves])
         norms.append(_norm(list(all_gather(norm, axes, tiled=False))) if axes else norm)
     wide = any(leaf.dtype == torch.float64 for leaves in by_axes.values() for leaf in leaves)
     return _norm(norms).to(torch.float64 if wide else torch.float32)

@@ -35,7 +35,7 @@ def trace(
 
     def update(updates: Tree, state: TraceState, params: Tree | None = None) -> tuple[Tree, TraceState]:
         def accumulate(g: torch.Tensor, past: torch.Tensor) -> torch.Tensor:
-            new = g if undamped else torch.where(state.count == 0, g, times(g, 1 - dampening))
+            new = g if undamped else torch.where((state.count == 0).to(g.device), g, times(g, 1 - dampening))
             return add_scaled(new, past, decay).to(past.dtype)
 
         def direction(g: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from .arguments import max_norm_under, policy_under
+from .gemini import GeminiPlugin
 from .low_level_zero import LowLevelZeroPlugin
 from .plugin import Plan, Plugin, plan
 from .single import SingleDevice
@@ -9,11 +11,14 @@ from .torch_ddp import TorchDDPPlugin
 from .torch_fsdp import TorchFSDPPlugin
 
 __all__ = [
+    "GeminiPlugin",
     "LowLevelZeroPlugin",
     "Plan",
     "Plugin",
     "SingleDevice",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
+    "max_norm_under",
     "plan",
+    "policy_under",
 ]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from functional_booster.kernels import tree
 from functional_booster.kernels.flat import Flat, Layout
-from functional_booster.precision import Policy, cast
+from functional_booster.optim.validate import check_integer
+from functional_booster.precision import Policy
 from functional_booster.sharding import shards, units
 from functional_booster.sharding.mesh import Mesh
+
+from . import arguments
 
 Tree = tree.Tree
 
@@ -17,13 +23,56 @@ Tree = tree.Tree
 class LowLevelZeroPlugin:
     """ZeRO (Rajbhandari et al. 2020, sections 5.1 and 5.2) over "dp", replicated over "extra_dp".
 
-    ``stage`` 1: master weights and optimizer state are split; 2: gradients too, at every microbatch.
-    ``reduce_bucket_size_in_m``: blocks are joined until a bucket has this many million elements.
+    ``stage`` 1: master weights and optimizer state are split; 2: gradients too, at every microbatch. ``precision`` and
+    ``max_norm`` (0: no clipping) are the Booster's and the step's where these are not given; the arguments of loss
+    scaling, ``initial_scale`` to ``max_scale``, count where the precision scales. ``reduce_bucket_size_in_m``: blocks
+    are joined until a bucket has this many million (2^20) elements. ``communication_dtype``: gradients are summed in
+    it. ``cpu_offload``: master weights and optimizer state live, and are updated, in the host's memory.
+    ``master_weights=False``: parameters are stored and updated in the compute dtype. ``extra_dp_size``: number of
+    replicas of the group over which ZeRO splits.
+
+    ``overlap_communication``, ``overlap_allgather`` and ``verbose`` change no result and are ignored with a warning.
+    Raises ValueError for what is not supported.
     """
 
     stage: int = 1
+    precision: str | Policy | None = None
+    initial_scale: float = 2**32
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
     reduce_bucket_size_in_m: float = 12
+    communication_dtype: torch.dtype | None = None
+    overlap_communication: bool = True
+    overlap_allgather: bool = False
+    cpu_offload: bool = False
+    master_weights: bool = True
+    verbose: bool = False
+    cast_inputs: bool = True
+    fp8_communication: bool = False
+    use_fp8: bool = False
     extra_dp_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2) or isinstance(self.stage, bool):
+            raise ValueError(f"stage: {self.stage!r}, expected 1 or 2 (3 is fb.GeminiPlugin or fb.TorchFSDPPlugin)")
+        arguments.check_precision(self)
+        arguments.check_size(self, "reduce_bucket_size_in_m")
+        arguments.check_dtype("communication_dtype", self.communication_dtype)
+        arguments.check_flag(self, "cpu_offload", "master_weights")
+        check_integer("extra_dp_size", self.extra_dp_size, minimum=1)
+        arguments.refuse(
+            self,
+            cast_inputs="a module's floating-point inputs are cast to the compute dtype",
+            fp8_communication="gradients and parameters travel in the policy's dtypes",
+            use_fp8="matrix products are computed in the policy's compute dtype",
+        )
+        arguments.ignore(self, "overlap_communication", "overlap_allgather", "verbose")
 
     @property
     def data_axes(self) -> tuple[str, ...]:
@@ -38,11 +87,13 @@ class LowLevelZeroPlugin:
 
     def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
         """Buckets of whole blocks, each split over "dp"."""
-        return units.layout(abstract, labels, int(self.reduce_bucket_size_in_m * 2**20) * 4, mesh, ("dp",))
+        least = int(self.reduce_bucket_size_in_m * 2**20) * 4
+        planned = units.layout(abstract, labels, partial(units.merged, least=least), mesh, ("dp",))
+        return units.on_host(planned, planned.buckets) if self.cpu_offload else planned
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
         """The whole parameters, gathered in the compute dtype."""
-        return shards.join(cast(storage, policy.compute))
+        return shards.join(storage, policy.compute)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         """What was prepared."""
@@ -54,4 +105,8 @@ class LowLevelZeroPlugin:
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum over "dp", summed over the replicas."""
-        return shards.total(shards.scatter(grads, policy.reduce), ("extra_dp",), policy.reduce)
+        return shards.total(shards.scatter(grads, policy.reduce), self.data_axes, policy.reduce)
+
+    def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
+        """What was updated."""
+        return storage

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from functional_booster.kernels import tree
@@ -55,6 +56,10 @@ class Plugin(Protocol):
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """The gradients of the storage: sums over all data ranks, in the dtype that the policy reduces in."""
+        ...
+
+    def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
+        """The storage after update number ``step`` (0-d int64, from 1 on): what was updated, or ranks made agree."""
         ...
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from functional_booster.kernels import flat, tree
 from functional_booster.kernels.flat import Flat, Layout
 from functional_booster.precision import Policy, cast
@@ -41,3 +43,7 @@ class SingleDevice:
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """The gradients."""
         return grads
+
+    def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
+        """What was updated."""
+        return storage

@@ -1,0 +1,304 @@
+"""What the handles of one ``boost`` share: a TrainState leaf by leaf, and its gradients on their way over the ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from functional_booster import optim
+from functional_booster.kernels import flat, transforms, tree
+from functional_booster.precision import Policy
+from functional_booster.sharding import shards
+from functional_booster.sharding.collectives import broadcast, psum
+from functional_booster.sharding.mesh import Mesh, Replicated, own, spmd
+
+from .models.model import Model
+from .plugins import Plan
+from .state import TrainState
+
+Tree = tree.Tree
+
+
+@dataclass
+class Run:
+    """A module's training: each leaf of ``state.storage`` lies alone, in its own shape or, where ranks share it, flat.
+
+    ``parameters`` are, by name, the module's parameters as this rank stores them: whole, or its part (N,), in the
+    state's memory; on a virtual mesh those of all ranks, stacked: the mesh's dims come in front. Parameters that are no
+    floating-point numbers are whole, and outside of the state. A ``.grad`` is one that all ranks have summed, or
+    averaged.
+
+    The forward computes with ``leaves()``. On one device these are the parameters. Elsewhere they are whole leaves of
+    autograd's, gathered when the parameters have changed, which keep what backward adds up until ``synchronize``.
+    """
+
+    module: nn.Module
+    model: Model
+    state: TrainState
+    parameters: dict[str, nn.Parameter]
+    policy: Policy
+    holding: bool = False  # inside no_sync
+    _gathered: _Gathered | None = field(default=None, init=False, repr=False)
+
+    @property
+    def plan(self) -> Plan:
+        """The plugin and the mesh."""
+        return self.state.plan
+
+    @functools.cached_property
+    def is_direct(self) -> bool:
+        """Whether the parameters are autograd's own leaves: this process is the only rank, and all is on its device."""
+        return _is_alone(self.plan) and not self.state.storage.layout.host
+
+    @functools.cached_property
+    def buckets(self) -> dict[str, str]:
+        """{name: its bucket in the storage}."""
+        return {slot.name: slot.bucket for slot in self.state.storage.layout.slots}
+
+    @functools.cached_property
+    def _slots(self) -> dict[str, flat.Slot]:
+        return {slot.name: slot for slot in self.state.storage.layout.slots}
+
+    def laid_out(self, values: Mapping[str, torch.Tensor]) -> flat.Flat:
+        """Values by name, one for each leaf or None, as the storage has them."""
+        layout = self.state.storage.layout
+        return flat.Flat({bucket: values.get(name) for name, bucket in self.buckets.items()}, layout)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        """What the forward computes with, by name: whole leaves. On processes, each must call it."""
+        if self.is_direct:
+            return dict(self.parameters)
+        versions = tuple(parameter._version for parameter in self.parameters.values())
+        if self._gathered is None or self._gathered.versions != versions:
+            gathered = self._gather(versions)
+            for name, leaf in {} if self._gathered is None else self._gathered.leaves.items():
+                gathered.leaves[name].grad = leaf.grad
+            self.release()
+            self._gathered = gathered
+        leaves = self._gathered.leaves
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(self.parameters[name].requires_grad)
+        return {name: leaves.get(name, parameter) for name, parameter in self.parameters.items()}
+
+    def release(self) -> None:
+        """Let go of the gathered leaves. A backward that would still reach them raises RuntimeError."""
+        for leaf in [] if self._gathered is None else self._gathered.leaves.values():
+            leaf.grad = None
+            if leaf.requires_grad:
+                leaf.register_post_accumulate_grad_hook(_refuse)
+        self._gathered = None
+
+    def synchronize(self) -> None:
+        """Bring what backward added up since the last time into the parameters' ``.grad``. Each process must call it.
+
+        On processes, where each has a loss of its own, the mean over data ranks, as torch's DDP; a parameter that some
+        ranks did not reach has zeros there, one that no rank reached has no gradient. On a virtual mesh, where the loss
+        is that of the global batch, the sum.
+        """
+        mesh, plugin = self.plan.mesh, self.plan.plugin
+        if self.is_direct:
+            return
+        names = self._pending()
+        if not names:
+            return
+        gathered = self._gathered
+        assert gathered is not None
+        buckets, leaves = self.buckets, gathered.leaves
+        cotangents = [torch.zeros_like(leaves[n]) if leaves[n].grad is None else leaves[n].grad for n in names]
+        transposed = torch.autograd.grad(
+            [gathered.whole[name] for name in names],
+            [gathered.prepared[buckets[name]] for name in names],
+            cotangents,  # type: ignore[arg-type]
+            retain_graph=True,
+        )
+        grads = self.laid_out(dict(zip(names, transposed, strict=True)))
+        with torch.no_grad():
+            reduced = spmd(lambda grads: plugin.sync(plugin.reduce(grads, self.policy), self.policy), mesh)(grads)
+            reduced = own(reduced) if mesh.virtual else shards.at_home(reduced)
+            for name in names:
+                parameter, leaves[name].grad = self.parameters[name], None
+                grad = reduced.buffers[buckets[name]]
+                grad = (grad if mesh.virtual else grad / mesh.extent(plugin.data_axes)).to(parameter.dtype)
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def zero_grad(self, names: Iterable[str], set_to_none: bool) -> None:
+        """Forget the gradients of these parameters, or make zeros of those that there are."""
+        gathered = {} if self._gathered is None else self._gathered.leaves
+        for leaf in [values[name] for name in names for values in (self.parameters, gathered) if name in values]:
+            if set_to_none or leaf.grad is None:
+                leaf.grad = None
+            else:
+                leaf.grad = torch.zeros_like(leaf.grad)
+
+    def leaves_of(self, inputs: Any) -> Any:
+        """Tensors to differentiate with respect to, with the leaves in place of the parameters."""
+        if inputs is None or self._gathered is None:
+            return inputs
+        leaves = {id(self.parameters[name]): leaf for name, leaf in self._gathered.leaves.items()}
+        return [leaves.get(id(tensor), tensor) for tensor in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The present parameters, whole, by name. On processes, each must call it."""
+        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return {**values, **self.whole({name: values[name] for name in self.buckets})}
+
+    def load(self, name: str, value: torch.Tensor) -> None:
+        """Set a parameter or buffer to a whole value."""
+        place = self.parameters[name].detach() if name in self.parameters else self.state.buffers[name]
+        with torch.no_grad():
+            place.copy_(self.part(name, value, like=place) if name in self.buckets else value)
+
+    def whole(self, values: Mapping[str, Tree]) -> dict[str, Tree]:
+        """Of each leaf, by name, a tree of tensors that are stored as it is, and of numbers: the tensors whole."""
+        layout = self.state.storage.layout
+
+        def joined(name: str, tensor: torch.Tensor) -> torch.Tensor:
+            slot = self._slots[name]
+            if slot.offset is None or tensor.dim() == 0:
+                return tensor
+            stored = shards.on_device(flat.Flat({slot.bucket: tensor}, layout), self.state.step.device)
+            buffer = shards.join(stored).buffers[slot.bucket]
+            return buffer[: slot.size].view(slot.shape)
+
+        def local(values: Mapping[str, Tree]) -> Replicated:
+            return Replicated(
+                {name: tree.map(functools.partial(joined, name), value) for name, value in values.items()}
+            )
+
+        with torch.no_grad():
+            return spmd(local, self.plan.mesh)(dict(values))
+
+    def whole_shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
+        """The shape that ``whole`` gives a tensor."""
+        slot, dims = self._slots[name], self._dims(tensor)
+        return torch.Size(slot.shape) if slot.offset is not None and dims else tensor.shape[tensor.dim() - dims :]
+
+    def part(self, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """What this rank stores of a whole tensor, as ``like`` is stored: the inverse of ``whole``, without
+        communication."""
+        slot, layout = self._slots[name], self.state.storage.layout
+        is_flat = slot.offset is not None and self._dims(like) > 0
+
+        def local(value: torch.Tensor) -> torch.Tensor:
+            if not is_flat:
+                return value
+            buffer = nn.functional.pad(value.reshape(-1), (0, layout.size(slot.bucket) - slot.size))
+            return shards.part(flat.Flat({slot.bucket: buffer}, layout)).buffers[slot.bucket]
+
+        with torch.no_grad():
+            return spmd(local, self.plan.mesh)(Replicated(value.detach().to(like.device, like.dtype)))
+
+    def _dims(self, tensor: torch.Tensor) -> int:
+        """The number of dims that a rank sees."""
+        return tensor.dim() - (len(self.plan.mesh.axes) if self.plan.mesh.virtual else 0)
+
+    def _gather(self, versions: tuple[int, ...]) -> _Gathered:
+        """Whole leaves, and autograd's tape from the storage to them: its transpose reduces the gradients."""
+        plugin, mesh = self.plan.plugin, self.plan.mesh
+        policy = replace(self.policy, compute=None)  # what is added up is added in the dtype that is stored
+        with torch.inference_mode(False), torch.enable_grad():
+            storage = self.laid_out({name: self.parameters[name].detach() for name in self.buckets})
+            storage = shards.on_device(storage, self.state.step.device)
+            prepared = spmd(functools.partial(plugin.prepare, policy=policy), mesh)(storage)
+            prepared = tree.map(lambda buffer: buffer.detach().requires_grad_(), prepared)
+            gathered = spmd(functools.partial(plugin.gather, policy=policy), mesh)(prepared)
+            named = {name: leaf for name, leaf in flat.unravel(gathered).items() if leaf is not None}
+            return _Gathered(prepared.buffers, named, {name: leaf.detach() for name, leaf in named.items()}, versions)
+
+    def _pending(self) -> list[str]:
+        """The parameters for which a rank has something to synchronize. Raises RuntimeError, on every rank, where one
+        has and another cannot take part: it ran no forward since the last step."""
+        leaves = {} if self._gathered is None else self._gathered.leaves
+        names = list(self.buckets)
+        flags = [name in leaves and leaves[name].grad is not None for name in names]
+        if not self.plan.mesh.virtual:
+            mine = torch.tensor([*flags, not leaves], dtype=torch.int32, device=self.state.step.device)
+            *flags, absent = spmd(lambda x: psum(x, self.plan.plugin.data_axes), self.plan.mesh)(mine).tolist()
+            if absent and any(flags):
+                raise RuntimeError(
+                    f"{absent} of {self.plan.mesh.size} ranks ran no forward since the last step, while others have "
+                    "gradients: every rank must run the same number of batches"
+                )
+        return [name for name, flag in zip(names, flags, strict=True) if flag]
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """``prepared`` by bucket, and by name what the plugin gathers of it, on the tape and, in ``leaves``, off it."""
+
+    prepared: dict[str, torch.Tensor]
+    whole: dict[str, torch.Tensor]
+    leaves: dict[str, torch.Tensor]
+    versions: tuple[int, ...]  # of the parameters
+
+
+def _is_alone(plan: Plan) -> bool:
+    """Whether this process is the only rank."""
+    return plan.mesh.size == 1 and not plan.mesh.virtual
+
+
+def start(
+    module: nn.Module,
+    model: Model,
+    policy: Policy,
+    plan: Plan,
+    init: Callable[[Model, optim.GradientTransformation], TrainState],
+) -> Run:
+    """A run of the module, ``model`` as a Model, from a state that ``init`` makes, still without an optimizer's.
+
+    Processes start from the weights and buffers of the first one, as with torch's DDP.
+    """
+    fixed: dict[str, torch.Tensor] = {}
+
+    def weights(key: torch.Tensor) -> dict[str, torch.Tensor]:
+        values = {name: value.to(key.device) for name, value in model.init(key).items()}
+        values = _of_the_first(values, plan.mesh)
+        fixed.update({name: value for name, value in values.items() if not transforms.is_differentiable(value)})
+        return values
+
+    # Frozen parameters may be thawed on the way, so all have their place in the storage.
+    every = replace(model, init=weights, abstract={n: replace(i, trainable=True) for n, i in model.abstract.items()})
+    state = init(every, optim.identity()._replace(groups=functools.partial(_alone, plan)))
+    state = state.replace(frozen=None, buffers=_of_the_first(state.buffers, plan.mesh))
+    stored = {slot.name: state.storage.buffers[slot.bucket] for slot in state.storage.layout.slots}
+    parameters = {
+        name: nn.Parameter({**fixed, **stored}[name], requires_grad=own.requires_grad)
+        for name, own in module.named_parameters()
+    }
+    return Run(module, model, state, parameters, policy)
+
+
+def _of_the_first(values: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    """The values that the first process has."""
+    if mesh.virtual or mesh.size == 1:
+        return values
+
+    def local(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for axis in mesh.names:
+            values = broadcast(values, axis)
+        return values
+
+    with torch.no_grad():
+        return spmd(local, mesh)(values)
+
+
+def _alone(plan: Plan, abstract: Tree) -> Tree:
+    """Labels by which each leaf lies alone: its name where the plugin splits it or has it in the host's memory, and
+    elsewhere None, so that it keeps its shape."""
+    names = tree.map_with_name(lambda name, _: name, abstract)
+    layout = plan.plugin.layout(abstract, names, plan.mesh)
+    split = {} if _is_alone(plan) else layout.axes
+    flats = {slot.name for slot in layout.slots if split.get(slot.bucket) or slot.bucket in layout.host}
+    return tree.map(lambda name: name if name in flats else None, names)
+
+
+def _refuse(leaf: torch.Tensor) -> None:
+    raise RuntimeError(
+        "backward through a forward of before the last step: the weights that it computed with are gone; run the "
+        "forward again"
+    )

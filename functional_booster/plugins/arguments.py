@@ -1,0 +1,133 @@
+"""What plugins have in common: how Colossal-AI's arguments are checked, and what some of them mean to a Booster."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from functional_booster.optim.validate import check_integer
+from functional_booster.precision import Policy, policy_of
+
+
+def ignore(plugin: Any, *names: str) -> None:
+    """Warn, in one warning, of arguments that change no result, and are not as by default. For ``__post_init__``."""
+    if given := [name for name in names if getattr(plugin, name) != _default(plugin, name)]:
+        warnings.warn(
+            f"{type(plugin).__name__}: {', '.join(given)} {'has' if len(given) == 1 else 'have'} no meaning here: "
+            "accepted, and without effect",
+            stacklevel=4,
+        )
+
+
+def refuse(plugin: Any, **reasons: str) -> None:
+    """Raise ValueError, with the reason, for the first of these arguments that is not as by default."""
+    for name, reason in reasons.items():
+        value, default = getattr(plugin, name), _default(plugin, name)
+        if value != default:
+            raise ValueError(f"{name}: {value!r} is not supported, expected {default!r}: {reason}")
+
+
+def check_size(plugin: Any, *names: str) -> None:
+    """Require finite numbers from 0 on; raises TypeError or ValueError."""
+    for name in names:
+        _check_number(name, getattr(plugin, name), 0.0, math.inf)
+
+
+def check_fraction(plugin: Any, *names: str) -> None:
+    """Require numbers from 0 to 1; raises TypeError or ValueError."""
+    for name in names:
+        _check_number(name, getattr(plugin, name), 0.0, 1.0)
+
+
+def check_flag(plugin: Any, *names: str) -> None:
+    """Require bools; raises TypeError."""
+    for name in names:
+        if not isinstance(getattr(plugin, name), bool):
+            raise TypeError(f"{name}: {getattr(plugin, name)!r}, expected True or False")
+
+
+def check_precision(plugin: Any) -> None:
+    """The precision, the gradient clipping and the loss scaling of a plugin that has them; raises for the wrong ones.
+
+    The arguments of loss scaling have an effect with a precision that scales, and are checked whatever it is.
+    """
+    check_policy("precision", plugin.precision)
+    check_size(plugin, "max_norm")
+    if plugin.norm_type != 2.0:
+        raise ValueError(f"norm_type: {plugin.norm_type!r}, expected 2.0: gradients are clipped by the Euclidean norm")
+    for name in ("initial_scale", "min_scale", "max_scale"):
+        _check_number(name, getattr(plugin, name), math.ulp(0.0), math.inf)
+    if not plugin.min_scale <= plugin.initial_scale <= plugin.max_scale:
+        raise ValueError(
+            f"initial_scale: {plugin.initial_scale}, expected one from min_scale={plugin.min_scale} to "
+            f"max_scale={plugin.max_scale}"
+        )
+    _check_number("growth_factor", plugin.growth_factor, 1.0, math.inf)
+    _check_number("backoff_factor", plugin.backoff_factor, math.ulp(0.0), 1.0)
+    check_integer("growth_interval", plugin.growth_interval, minimum=1)
+    check_integer("hysteresis", plugin.hysteresis, minimum=1)
+
+
+def check_policy(argument: str, precision: Any) -> None:
+    """Require None, the name of a precision or a Policy; raises TypeError or ValueError that names the argument."""
+    try:
+        policy_of(precision)
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("mixed_precision:", f"{argument}:", 1)) from None
+
+
+def check_dtype(argument: str, dtype: Any) -> None:
+    """Require None or a floating-point dtype; raises TypeError."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"{argument}: {dtype!r}, expected a floating-point torch.dtype or None")
+
+
+def policy_under(plugin: Any, mixed_precision: str | Policy | None) -> Policy:
+    """The dtypes of a run: the Booster's ``mixed_precision`` or the plugin's ``precision``, whichever is given.
+
+    Of a plugin that has them, ``master_weights=False`` stores parameters in the compute dtype, ``communication_dtype``
+    is that of gradients in collectives, and ``force_outputs_fp32`` that of a boosted module's outputs. Raises
+    ValueError where both are given and differ.
+    """
+    precision = getattr(plugin, "precision", None)
+    given = policy_of(mixed_precision)
+    if precision is not None:
+        own = policy_of(precision)
+        if mixed_precision is not None and own != given:
+            raise ValueError(
+                f"mixed_precision: {mixed_precision!r}, but the plugin's precision is {precision!r}: give one of them"
+            )
+        given = own
+    if not getattr(plugin, "master_weights", True):
+        given = replace(given, param=given.compute)
+    if (dtype := getattr(plugin, "communication_dtype", None)) is not None:
+        given = replace(given, reduce=dtype)
+    return replace(given, output=torch.float32) if getattr(plugin, "force_outputs_fp32", False) else given
+
+
+def max_norm_under(plugin: Any, max_norm: float | None) -> float | None:
+    """The norm to clip to: the step's ``max_norm`` or the plugin's (0: none), whichever is given, None for no clipping.
+
+    Raises ValueError where both are given and differ.
+    """
+    own = getattr(plugin, "max_norm", 0.0) or None
+    if own is not None and max_norm is not None and own != max_norm:
+        raise ValueError(f"max_norm: {max_norm!r}, but the plugin's is {own!r}: give one of them")
+    return own if max_norm is None else max_norm
+
+
+def _check_number(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: {value!r}, expected a number")
+    if not (math.isfinite(value) and least <= value <= most):
+        bounds = "a finite number, at least" if most == math.inf else f"a number up to {most:g}, at least"
+        raise ValueError(f"{name}: {value!r}, expected {bounds} {least:g}")
+
+
+def _default(plugin: Any, name: str) -> Any:
+    return next(field.default for field in dataclasses.fields(plugin) if field.name == name)

@@ -1,0 +1,154 @@
+"""GeminiPlugin: parameters, gradients and optimizer state in chunks that are split, and placed one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from functional_booster.kernels import tree
+from functional_booster.kernels.flat import Flat, Layout
+from functional_booster.optim.validate import check_integer
+from functional_booster.precision import Policy
+from functional_booster.sharding import chunks, shards, units
+from functional_booster.sharding.mesh import Mesh
+
+from . import arguments
+
+Tree = tree.Tree
+_WIDTH = 1024  # what hidden_dim is where it is not given
+
+
+@dataclass(frozen=True)
+class GeminiPlugin:
+    """ZeRO stage 3 over chunks (Fang et al. 2021, "PatrickStar"; Colossal-AI's Gemini), on the axes of LowLevelZero.
+
+    Chunks hold whole blocks. Their size is that from ``min_chunk_size_m`` to ``search_range_m`` more (million (2^20)
+    elements of 4 bytes), in steps of ``hidden_dim`` (None: 1024) elements, that fills them best.
+
+    ``placement_policy`` "static": the first chunks, ``shard_param_frac`` of the elements, are gathered where the loss
+    uses them, as TorchFSDP does, the others once a step, as LowLevelZero does; parameters (the master copy) and
+    optimizer state are split in any case. Of the first ``offload_optim_frac`` both live, and are updated, in the host's
+    memory; ``offload_param_frac`` above 0 asks for 1 in both others, and is then fulfilled by that.
+
+    ``precision``, ``max_norm``, ``master_weights`` and the arguments of loss scaling: as LowLevelZero's. Arguments that
+    change no result are ignored with a warning. Raises ValueError for what is not supported.
+    """
+
+    chunk_config_dict: Any = None
+    chunk_init_device: Any = None
+    placement_policy: str = "static"
+    enable_gradient_accumulation: bool = False
+    max_prefetch: int = 0
+    shard_param_frac: float = 1.0
+    offload_optim_frac: float = 0.0
+    offload_param_frac: float = 0.0
+    warmup_non_model_data_ratio: float = 0.8
+    steady_cuda_cap_ratio: float = 0.9
+    precision: str | Policy | None = None
+    master_weights: bool = True
+    pin_memory: bool = False
+    force_outputs_fp32: bool = False
+    strict_ddp_mode: bool = False
+    search_range_m: float = 32
+    hidden_dim: int | None = None
+    min_chunk_size_m: float = 32
+    memstats: Any = None
+    gpu_margin_mem_ratio: float = 0.0
+    initial_scale: float = 2**16
+    min_scale: float = 1
+    growth_factor: float = 2
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    tp_size: int = 1
+    extra_dp_size: int = 1
+    enable_all_optimization: bool = False
+    enable_fused_normalization: bool = False
+    enable_flash_attention: bool = False
+    enable_sequence_parallelism: bool = False
+    enable_jit_fused: bool = False
+    enable_async_reduce: bool = True
+    use_fp8: bool = False
+    verbose: bool = False
+    fp8_communication: bool = False
+
+    def __post_init__(self) -> None:
+        arguments.check_precision(self)
+        arguments.check_size(self, "search_range_m", "min_chunk_size_m")
+        arguments.check_fraction(self, "shard_param_frac", "offload_optim_frac", "offload_param_frac")
+        arguments.check_fraction(self, "warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
+        arguments.check_flag(self, "master_weights", "force_outputs_fp32")
+        check_integer("extra_dp_size", self.extra_dp_size, minimum=1)
+        if self.hidden_dim is not None:
+            check_integer("hidden_dim", self.hidden_dim, minimum=1)
+        if self.placement_policy != "static":
+            raise ValueError(f"placement_policy: {self.placement_policy!r} is not supported, expected 'static'")
+        if self.offload_param_frac and (self.shard_param_frac, self.offload_optim_frac) != (1, 1):
+            raise ValueError(
+                f"offload_param_frac: {self.offload_param_frac}, which asks for shard_param_frac=1 and "
+                f"offload_optim_frac=1, but these are {self.shard_param_frac} and {self.offload_optim_frac}"
+            )
+        arguments.refuse(
+            self,
+            chunk_config_dict="chunks are found by search",
+            tp_size="this plugin is data-parallel only",
+            fp8_communication="gradients and parameters travel in the policy's dtypes",
+            use_fp8="matrix products are computed in the policy's compute dtype",
+        )
+        arguments.ignore(
+            self,
+            *("chunk_init_device", "enable_gradient_accumulation", "max_prefetch", "warmup_non_model_data_ratio"),
+            *("steady_cuda_cap_ratio", "pin_memory", "strict_ddp_mode", "memstats", "gpu_margin_mem_ratio"),
+            *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention"),
+            *("enable_sequence_parallelism", "enable_jit_fused", "enable_async_reduce", "verbose"),
+        )
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """("extra_dp", "dp")"""
+        return ("extra_dp", "dp")
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        """``extra_dp_size`` replicas of equal groups."""
+        if ranks % self.extra_dp_size:
+            raise ValueError(f"extra_dp_size: {self.extra_dp_size} does not divide {ranks} ranks")
+        return {"extra_dp": self.extra_dp_size, "dp": ranks // self.extra_dp_size}
+
+    def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
+        """The chunks, each split over "dp"."""
+        planned = units.layout(abstract, labels, self._packed, mesh, ("dp",))
+        return units.on_host(planned, chunks.leading(planned, self.offload_optim_frac))
+
+    def prepare(self, storage: Flat, policy: Policy) -> Flat:
+        """The chunks that are gathered once a step are whole, in the compute dtype; the others stay."""
+        split = chunks.leading(storage.layout, self.shard_param_frac)
+        return shards.join(storage, policy.compute, buckets=storage.buffers.keys() - split)
+
+    def gather(self, prepared: Flat, policy: Policy) -> Flat:
+        """The other chunks, gathered in the compute dtype. Forward: all_gather; backward: psum_scatter."""
+        split = chunks.leading(prepared.layout, self.shard_param_frac)
+        return shards.join(prepared, policy.compute, policy.reduce, split)
+
+    def reduce(self, grads: Flat, policy: Policy) -> Flat:
+        """This rank's part of the sum."""
+        return shards.scatter(grads, policy.reduce)
+
+    def sync(self, grads: Flat, policy: Policy) -> Flat:
+        """The sum over the replicas."""
+        return shards.total(grads, self.data_axes, policy.reduce)
+
+    def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
+        """What was updated."""
+        return storage
+
+    def _packed(self, names: Sequence[str], sizes: Sequence[int]) -> list[str]:
+        """Each leaf's chunk, from its unit and its bytes."""
+        together = tuple(units.weights(names, sizes).values())
+        least, span = (round(millions * 2**20) * 4 for millions in (self.min_chunk_size_m, self.search_range_m))
+        return units.packed(names, sizes, chunks.search(together, least, span, 4 * (self.hidden_dim or _WIDTH)))

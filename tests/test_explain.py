@@ -1,0 +1,285 @@
+"""What explain says is what ranks hold, and what a step on processes moves."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from processes import run_on_ranks
+from rich.console import Console
+
+import functional_booster as fb
+from functional_booster.explain import Explanation, Transfer, explain
+from functional_booster.kernels import tree
+from functional_booster.lowered import readable_bytes
+from functional_booster.plugins import GeminiPlugin
+
+_CHUNKS = {"search_range_m": 0.001, "min_chunk_size_m": 0.0001, "hidden_dim": 8}
+PLUGINS: dict[str, Any] = {
+    "single": None,
+    "ddp": fb.TorchDDPPlugin(bucket_cap_mb=0),
+    "zero2-replicas": fb.LowLevelZeroPlugin(stage=2, extra_dp_size=2),
+    "zero1-16bit": fb.LowLevelZeroPlugin(precision="bf16", master_weights=False, communication_dtype=torch.bfloat16),
+    "fsdp": fb.TorchFSDPPlugin(),
+    "fsdp-ignored": fb.TorchFSDPPlugin(ignored_modules=["h.1"]),
+    "fsdp-once": fb.TorchFSDPPlugin(sharding_strategy="SHARD_GRAD_OP"),
+    "gemini-half": GeminiPlugin(**_CHUNKS, shard_param_frac=0.5),
+}
+everywhere = pytest.mark.parametrize("name", PLUGINS)
+BLOCKS, WIDTH = 3, 12
+TX = fb.optim.adamw(0.01, weight_decay=0.1, mask=fb.optim.matrices)
+
+
+def _model() -> fb.Model:
+    """Blocks, a frozen table, frozen whole numbers, one number, odd sizes, a counter that is not trained."""
+    normal = fb.initializers.normal(0.3)
+    abstract = {
+        "table": fb.ArrayInfo((7, WIDTH), initializer=normal, trainable=False),
+        "order": fb.ArrayInfo((WIDTH,), torch.int64, initializer=lambda key, shape, dtype: torch.arange(*shape)),
+        "h": [
+            {
+                "weight": fb.ArrayInfo((WIDTH, WIDTH), initializer=normal),
+                "bias": fb.ArrayInfo((WIDTH,), initializer=normal),
+            }
+            for _ in range(BLOCKS)
+        ],
+        "scale": fb.ArrayInfo((), initializer=normal),
+    }
+
+    def apply(params: Any, x: torch.Tensor) -> torch.Tensor:
+        x = params["table"][x][..., params["order"]]
+        for layer in params["h"]:
+            x = x + torch.tanh(x @ layer["weight"] + layer["bias"])
+        return params["scale"] * x
+
+    return fb.Model(
+        functools.partial(fb.initialize, abstract), apply, abstract, lambda: {"seen": torch.zeros(3, dtype=torch.int64)}
+    )
+
+
+MODEL = _model()
+
+
+def loss_fn(params: Any, batch: Any) -> tuple[torch.Tensor, float]:
+    return MODEL.apply(params, batch["x"]).square().sum().float(), 1.0
+
+
+def booster(name: str, ranks: int, precision: str | None = "bf16") -> fb.Booster:
+    plugin = PLUGINS[name]
+    return fb.Booster("cpu", precision, plugin, mesh=None if plugin is None else fb.virtual_mesh(ranks))
+
+
+@functools.cache
+def explained(name: str, ranks: int) -> Explanation:
+    return explain(MODEL, booster(name, ranks), tx=TX)
+
+
+def nbytes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree.leaves(values))
+
+
+@everywhere
+def test_bytes_are_those_that_init_allocates(name: str) -> None:
+    one = booster(name, 8)
+    state = one.init(MODEL, TX, key=fb.random.key(0))
+    found, ranks = explain(state, one, tx=TX), one.plan.mesh.size
+    held = found.held
+    assert held.parameters * ranks == nbytes(state.storage)
+    assert held.frozen * ranks == nbytes(state.frozen)
+    assert held.optimizer * ranks == nbytes(state.opt_state)
+    assert held.buffers == nbytes(state.buffers)
+    assert held.counters == nbytes((state.step, state.position, state.key, state.loss_scale))
+    assert held.total == sum((held.parameters, held.frozen, held.optimizer, held.buffers, held.counters))
+    assert held.host == 0
+    assert found == explained(name, 8)  # what is predicted before there is a state
+
+
+@everywhere
+def test_leaves_and_padding_are_all_that_parameters_are(name: str) -> None:
+    found = explained(name, 8)
+    assert [leaf.name for leaf in found.leaves] == tree.names(MODEL.abstract)
+    assert [leaf.shape for leaf in found.leaves] == [info.shape for info in tree.leaves(MODEL.abstract)]
+    assert {leaf.name for leaf in found.leaves if not leaf.trained} == {"order", "table"}
+    rest = found.held.parameters + found.held.frozen - sum(leaf.bytes for leaf in found.leaves)
+    assert found.held.padding == round(rest)
+
+
+Moved = list[tuple[Any, ...]]
+
+
+def moved(found: Explanation) -> Moved:
+    return sorted(((one.op, one.axis, one.dtype, one.count, one.bytes) for one in found.collectives), key=str)
+
+
+def on_processes(names: list[str]) -> dict[str, tuple[Moved, int]]:
+    """What the step that runs on this process moves, by axis, and the bytes that init takes."""
+    results = {}
+    for name in names:
+        one = fb.Booster("cpu", "bf16", PLUGINS[name])
+        state = one.init(MODEL, TX, key=fb.random.key(0))
+        batch = {"x": torch.zeros(6, dtype=torch.int64)}
+        lowered = one.train_step(loss_fn, TX).lower(state, batch)
+        axes = dict(zip(one.plan.mesh.groups, one.plan.mesh.names, strict=True))
+        kinds = [(c.op, axes[c.axis], c.dtype, c.count, c.bytes) for c in lowered.collectives]
+        results[name] = sorted(kinds, key=str), nbytes(state)
+    return results
+
+
+@pytest.mark.xdist_group("ranks")
+def test_collectives_are_those_of_a_step_on_processes() -> None:
+    names = ["ddp", "zero1-16bit", "zero2-replicas", "fsdp", "gemini-half"]
+    batch = {"x": fb.ArrayInfo((6,), torch.int64)}
+    ranks = run_on_ranks(2, on_processes, names, timeout=240)
+    for name in names:
+        found = explain(MODEL, booster(name, 2), tx=TX, loss_fn=loss_fn, batch=batch)
+        for really, allocated in (rank[name] for rank in ranks):
+            assert really == moved(found), name
+            assert allocated == found.held.total, name
+
+
+@pytest.mark.parametrize("name", ["zero2-replicas", "fsdp"])
+def test_collectives_need_no_loss(name: str) -> None:
+    batch = {"x": fb.ArrayInfo((6,), torch.int64)}
+    assert moved(explained(name, 8)) == moved(explain(MODEL, booster(name, 8), tx=TX, loss_fn=loss_fn, batch=batch))
+
+
+def test_bytes_on_paper() -> None:
+    """A block is a weight that decays and a bias that does not, so two buckets; ``scale`` is one more.
+
+    A leaf takes whole 64s: 192 for a weight (12, 12), 64 for a bias, a number, whole numbers; the table (7, 12) 128. A
+    bucket that is split takes whole 64s on each of 8 ranks: 512, or 1024 for three weights in one.
+    """
+
+    def of(name: str, op: str, dtype: torch.dtype) -> tuple[int, int, int]:
+        (one,) = (one for one in explained(name, 8).collectives if (one.op, one.dtype) == (op, dtype))
+        return one.count, one.bytes, one.wire
+
+    gather, scatter, reduce = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+    # Each unit's sum, 2 x 7/8 of it on the wire.
+    whole = (BLOCKS * (192 + 64) + 64) * 4
+    assert of("ddp", reduce, torch.float32) == (7, whole, whole * 2 * 7 // 8)
+    # 16-bit parameters of a unit, and the table; 7/8 travel. Gradients are summed in 32 bits, a rank gets 1/8.
+    assert of("fsdp", gather, torch.bfloat16) == (8, 8 * 512 * 2, 8 * 512 * 2 * 7 // 8)
+    assert of("fsdp", gather, torch.int64) == (1, 512 * 8, 512 * 7)
+    assert of("fsdp", scatter, torch.float32) == (7, 7 * 64 * 4, 7 * 64 * 4 * 7)
+    # The step's sums of loss and weight, and the ranks' norms, in float64.
+    assert of("fsdp", reduce, torch.float64) == (1, 2 * 8, 2 * 2 * 7)
+    assert of("fsdp", gather, torch.float64) == (1, 8 * 8, 7 * 8)
+    # One unit by default: decayed or not, and the table.
+    assert of("zero1-16bit", gather, torch.bfloat16) == (3, (1024 + 512 + 512) * 2, 2048 * 2 * 7 // 8)
+    assert of("zero1-16bit", scatter, torch.bfloat16) == (2, 1536 * 2 // 8, 1536 * 2 * 7 // 8)
+
+
+def test_what_a_step_takes_on_top() -> None:
+    ddp, fsdp, once, zero2 = (explained(name, 8).work for name in ("ddp", "fsdp", "fsdp-once", "zero2-replicas"))
+    trained = BLOCKS * (192 + 64) + 64
+    assert (ddp.prepared, ddp.gathered, ddp.largest) == ((trained + 128) * 2, 0, 0)  # 16-bit, the table's too
+    assert (ddp.gradients, ddp.kept, ddp.summed) == (trained * 2, trained * 2, trained * 4)
+    assert (fsdp.prepared, fsdp.gathered, fsdp.largest) == (0, 8 * 512 * 2 + 512 * 8, 512 * 8)
+    assert fsdp.gradients == fsdp.kept == fsdp.summed == 7 * 64 * 4
+    assert (once.prepared, once.gathered) == (fsdp.gathered, 0)
+    assert (once.gradients, once.kept, once.summed) == (7 * 512 * 2, 7 * 64 * 4, 7 * 64 * 4)
+    assert (zero2.gradients, zero2.kept) == ((768 + 256) * 2, (768 + 256) * 4 // 4)
+    single = explain(MODEL, booster("single", 1, None), tx=TX).work
+    assert (single.prepared, single.gathered) == (0, 0)  # the loss sees the storage itself
+
+
+def test_a_given_loss_adds_its_flops_and_temporaries() -> None:
+    rows = 6
+    batch = {"x": torch.zeros(rows, dtype=torch.int64)}
+    found = explain(MODEL, booster("fsdp", 8), tx=TX, loss_fn=loss_fn, batch=batch)
+    products = 3 * BLOCKS - 1  # forward, and two of the backward; the table is frozen
+    assert found.lowered.flops == products * 2 * rows * WIDTH * WIDTH
+    assert f"{readable_bytes(found.lowered.memory.temporary)}\n FLOPs" in str(found)
+    assert "FLOPs" not in str(explained("fsdp", 8))
+
+
+@pytest.mark.parametrize(
+    ("op", "result", "sent"),
+    [
+        ("all_gather_into_tensor", 400, 300),
+        ("reduce_scatter_tensor", 100, 300),
+        ("all_reduce", 400, 600),
+        ("all_to_all_single", 400, 300),
+        ("broadcast", 400, 400),
+    ],
+)
+def test_bytes_on_the_wire_of_a_ring_of_four(op: str, result: int, sent: int) -> None:
+    assert Transfer(op, "dp", 4, torch.float32, 1, result).wire == sent
+
+
+def test_the_table_is_one_that_a_person_reads() -> None:
+    found = explained("fsdp", 8)
+    assert str(found) == TABLE.strip()
+    assert repr(found) == str(found)
+    console = Console(width=120, color_system=None)
+    with console.capture() as shown:
+        console.print(found)
+    assert [line.rstrip() for line in shown.get().rstrip().splitlines()] == TABLE.strip().splitlines()
+    html = found._repr_html_()
+    assert html.startswith("<pre") and "all_gather_into_tensor" in html
+    assert "No collectives." in str(explained("single", 1))
+
+
+def test_names_that_look_like_markup_are_shown() -> None:
+    abstract = {"[bold]w": fb.ArrayInfo((3,), initializer=fb.initializers.zeros)}
+    odd = fb.Model(functools.partial(fb.initialize, abstract), lambda params, x: x, abstract)
+    assert "[bold]w" in str(explain(odd, fb.Booster("cpu"), tx=fb.optim.sgd(0.1)))
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "error", "says"),
+    [
+        (MODEL, {}, ValueError, "tx: missing"),
+        (MODEL, {"tx": TX, "loss_fn": loss_fn}, ValueError, "batch: missing"),
+        (MODEL, {"tx": TX, "batch": {}}, ValueError, "loss_fn: missing"),
+        ("state", {"loss_fn": loss_fn, "batch": {}}, ValueError, "tx: missing"),
+        ({"w": torch.ones(2)}, {}, TypeError, "state: dict, expected a TrainState or a fb.Model"),
+    ],
+)
+def test_what_is_missing_is_named(given: Any, arguments: Any, error: type[Exception], says: str) -> None:
+    one = booster("single", 1)
+    with pytest.raises(error, match=says):
+        explain(one.abstract(MODEL, TX) if given == "state" else given, one, **arguments)
+
+
+TABLE = """\
+TorchFSDPPlugin over 8 ranks (dp=1, fsdp=8)
+Dtypes: param float32, compute bfloat16, output float32, reduce float32, accumulate float32
+
+ parameter              shape      dtype     split over   bucket      bytes a rank
+ ─────────────────────────────────────────────────────────────────────────────────
+ h.*.bias         x 3   [12]       float32   fsdp         3 buckets           18 B
+ h.*.weight       x 3   [12, 12]   float32   fsdp         3 buckets          216 B
+ order (frozen)         [12]       int64     fsdp         int64:0             12 B
+ scale                  []         float32   fsdp         float32:6            1 B
+ table (frozen)         [7, 12]    float32   fsdp         float32:1           42 B
+
+
+ after init                        bytes a rank
+ ──────────────────────────────────────────────
+ trained parameters                    1.75 KiB
+ frozen parameters                        768 B
+ optimizer state                       3.51 KiB
+ buffers                                   24 B
+ counters and key                          28 B
+ together                              6.06 KiB
+   of that padding                     2.22 KiB
+
+ while a step runs, on top
+ parameters, gathered where used      12.00 KiB
+   the largest bucket of them          4.00 KiB
+ gradients of a batch                  1.75 KiB
+
+
+ collectives of a step    axis       dtype      calls   bytes of results   bytes sent (ring)
+ ───────────────────────────────────────────────────────────────────────────────────────────
+ all_gather_into_tensor   fsdp (8)   bfloat16       8           8.00 KiB            7.00 KiB
+ all_gather_into_tensor   fsdp (8)   int64          1           4.00 KiB            3.50 KiB
+ all_reduce               fsdp (8)   int64          1               24 B                42 B
+ reduce_scatter_tensor    fsdp (8)   float32        7           1.75 KiB           12.25 KiB
+ all_reduce               fsdp (8)   float64        1               16 B                28 B
+ all_gather_into_tensor   fsdp (8)   float64        1               64 B                56 B
+"""
