@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
+import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
-from . import run_folder, training_run
+from . import run_folder, training_run, watchdog
+from .launch import launch_from_torch
+from .rank_failure import RankFailure
 from .train_options import Train
-from .training_run import INTERRUPTED
+from .training_run import INTERRUPTED, all_or_none, processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for bad input, 1 where training fails, 130 for Ctrl-C."""
+    """Run the command line and return its exit status: 2 for bad input, 1 where training fails, 130 for Ctrl-C.
+
+    Under torchrun this process is one of many; the first one alone prints.
+    """
     for stream in (sys.stdout, sys.stderr):
         if reconfigure := getattr(stream, "reconfigure", None):
             reconfigure(errors="replace")  # a terminal that cannot show a character must not end the run
@@ -21,42 +30,72 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv), holding)
     except KeyboardInterrupt:
         return _say("interrupted before the training began", INTERRUPTED)
+    finally:
+        with contextlib.suppress(RankFailure):
+            watchdog.agree(None, "exit")  # torchrun kills the others as soon as one has ended in failure
 
 
 def _run(args: list[str], holding: contextlib.ExitStack) -> int:
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            launch_from_torch(seed=None, verbose=False)
+    except (ValueError, RuntimeError) as error:
+        return _say(f"error: {error}", 2)
+    if processes()[0] > 0:
+        logging.getLogger(__package__).setLevel(logging.ERROR)
     if args == ["--version"]:
         from . import __version__
 
-        print(f"functional-booster {__version__}")
+        if processes()[0] == 0:
+            print(f"functional-booster {__version__}")
         return 0
     try:
-        config = _parse(args)
+        with all_or_none("reading of the options"):
+            config = _parse(args)
         run = training_run.prepare(config, holding)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RankFailure) as error:
         return _say(f"error: {error}", 2)
     try:
         return training_run.train(run)
-    except (FloatingPointError, OSError) as error:
-        return _say(f"error: {error}\n{run_folder.kept(config.out)}", 1)
+    except (FloatingPointError, OSError, RankFailure) as error:
+        lost = isinstance(error, RankFailure) and error.rank == 0  # which may not be able to say so
+        return _say(f"error: {error}\n{run_folder.kept(config.out)}", 1, speaker=1 if lost else 0)
     except KeyboardInterrupt:
         return _say(f"interrupted: {run_folder.kept(config.out)}", INTERRUPTED)
 
 
 def _parse(args: list[str]) -> Train:
-    """The settings; of a resumed run its own, which become the defaults so that only what was given can differ."""
+    """The settings; of a resumed run its own, which become the defaults so that only what was given can differ.
+
+    Processes are the ranks in place of virtual ones, and so is another plugin laid out anew.
+    """
     import tyro
 
-    config = tyro.extras.subcommand_cli_from_dict(
-        {"train": Train}, prog="functional-booster", description="Train language models, the functional way.", args=args
-    )
-    if not config.resume:
-        return config
-    saved = run_folder.resumed(config)
-    config = tyro.cli(Train, prog="functional-booster train", args=args[1:], default=saved)
+    with _silent() if processes()[0] > 0 else contextlib.nullcontext():
+        config = tyro.extras.subcommand_cli_from_dict(
+            {"train": Train},
+            prog="functional-booster",
+            description="Train language models, the functional way.",
+            args=args,
+        )
+        if not config.resume:
+            return config
+        saved = run_folder.resumed(config)
+        config = tyro.cli(Train, prog="functional-booster train", args=args[1:], default=saved)
+        if saved.virtual_ranks is not None and (config.plugin != saved.plugin or processes()[1] > 1):
+            saved = dataclasses.replace(saved, virtual_ranks=None)
+            config = tyro.cli(Train, prog="functional-booster train", args=args[1:], default=saved)
     run_folder.check_resumed(config, saved)
     return config
 
 
-def _say(what: str, status: int) -> int:
-    print(what, file=sys.stderr)
+@contextlib.contextmanager
+def _silent() -> Generator[None]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        yield
+
+
+def _say(what: str, status: int, speaker: int = 0) -> int:
+    if processes()[0] == speaker:
+        print(what, file=sys.stderr)
     return status

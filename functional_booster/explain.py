@@ -135,10 +135,9 @@ class Explanation:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-        with console.capture() as text:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in text.get().splitlines()).rstrip()
+        text = io.StringIO()
+        Console(file=text, width=_WIDTH, color_system=None, force_jupyter=False).print(self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines()).rstrip()
 
     __repr__ = __str__  # a prompt shows the table
 

@@ -104,6 +104,7 @@ def gradients(
 
 def prepare(policy: Policy, state: TrainState) -> Prepared:
     """What the microbatches of one step have in common: the parameters as the plugin prepares them."""
+
     def prepared(storage: flat.Flat) -> flat.Flat:
         return state.plan.plugin.prepare(shards.on_device(storage, state.step.device), policy)
 

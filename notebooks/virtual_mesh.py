@@ -49,9 +49,9 @@ for name, values in fb.spmd(program, mesh)(x).items():
     print(f"{name:20}", values.tolist())
 
 # %% [markdown]
-# Collectives are differentiable, and the transpose of a collective is a collective: that of a gather sums what all ranks
-# did with a value, and brings it back to its owner. Below, rank $r$ weighs the gathered squares by $r + 1$, so the
-# gradient of $x$ is $\sum_r (r + 1) \cdot 2x = 20x$. No line of the program says that gradients are communicated.
+# Collectives are differentiable, and the transpose of a collective is a collective: that of a gather sums what all
+# ranks did with a value, and brings it back to its owner. Below, rank $r$ weighs the gathered squares by $r + 1$, so
+# the gradient of $x$ is $\sum_r (r + 1) \cdot 2x = 20x$. No line of the program says that gradients are communicated.
 
 
 # %%
@@ -108,8 +108,8 @@ fb.visualize.sharding(hybrid.abstract(model, tx))
 fb.explain(model, fsdp, tx=tx)
 
 # %% [markdown]
-# What a layout costs is a small table. Under DDP every rank holds everything. Under ZeRO and FSDP it holds an eighth, and
-# sends hardly more: a reduce_scatter and an all_gather are what an all_reduce is made of.
+# What a layout costs is a small table. Under DDP every rank holds everything. Under ZeRO and FSDP it holds an eighth,
+# and sends hardly more: a reduce_scatter and an all_gather are what an all_reduce is made of.
 
 # %%
 plugins = {
@@ -154,7 +154,7 @@ print(f"{'one device':20} loss {metrics['loss']:.12f}   gradient norm {metrics['
 for name, plugin in plugins.items():
     params, metrics = trained(booster_of(plugin, fb.virtual_mesh(8)))
     apart = difference(params, plain)
-    print(f"{name:20} loss {metrics['loss']:.12f}   gradient norm {metrics['grad_norm']:.12f}   apart {apart:.1e}")
+    print(f"{name:20} loss {metrics['loss']:.12f}   gradient norm {metrics['grad_norm']:.12f}   apart {apart:.0e}")
     assert apart < 1e-9
 
 # %% [markdown]

@@ -8,6 +8,7 @@ import torch
 
 from functional_booster.kernels.flat import Flat
 
+from . import overlap
 from .collectives import all_gather, axis_index, axis_size, psum, psum_scatter
 
 
@@ -45,6 +46,11 @@ def join(
         return buffer.to(sent or buffer.dtype)
 
     return _each(parts, whole)
+
+
+def transient(parts: Flat) -> Flat:
+    """The same parts; a jit on a real mesh gathers them anew for the backward, rather than keep what was gathered."""
+    return _each(parts, lambda bucket, buffer, axes: overlap.transient(buffer) if axes else buffer)
 
 
 def scatter(partial: Flat, dtype: torch.dtype | None) -> Flat:

@@ -164,22 +164,21 @@ def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Any:
 
     from functional_booster import watchdog
 
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, ranks),
-        rank=rank,
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "`torch.jit.script.* is deprecated", DeprecationWarning)
-            function, args = pickle.loads(job)
-            return function(*args)
-    finally:
-        watchdog.stop()  # it reads the store, which goes with this call
-        dist.destroy_process_group()
+    with contextlib.ExitStack() as left:
+        left.callback(lambda: dist.is_initialized() and dist.destroy_process_group())
+        left.callback(watchdog.stop)  # it reads the store, which goes with this call
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+        left.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`torch.jit.script.* is deprecated", DeprecationWarning)
+        function, args = pickle.loads(job)
+        return function(*args)
 
 
 def _pickled(error: BaseException, rank: int, ranks: int) -> bytes:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from processes import run_on_ranks
 
 import functional_booster as fb
-from functional_booster import checkpoint, testing
+from functional_booster import checkpoint, testing, watchdog
 from functional_booster.plugins import GeminiPlugin
 from functional_booster.rank_failure import RankFailure
 
@@ -110,6 +110,21 @@ def test_a_plugin_that_reads_its_rank_elsewhere_is_found() -> None:
         assert "grad_norm" in message
 
 
+def watched(job: Callable[..., Any]) -> Callable[..., Any]:
+    """A job that starts the watchdog; these processes live on, in another world, so that it has to be ended."""
+
+    @functools.wraps(job)
+    def run(*args: Any) -> Any:
+        try:
+            return job(*args)
+        finally:
+            if (started := watchdog.started()) is not None:
+                started.close()
+
+    return run
+
+
+@watched
 def save(name: str, folder: str) -> dict[str, torch.Tensor]:
     booster, problem = booster_of(name), testing.small(8)
     state, _ = train(booster, problem, mine(problem.batch), 1)
@@ -119,6 +134,7 @@ def save(name: str, folder: str) -> dict[str, torch.Tensor]:
     return checkpoint.named_tensors(state)
 
 
+@watched
 def load(name: str, folder: str) -> dict[str, torch.Tensor]:
     booster, problem = booster_of(name), testing.small(8)
     return checkpoint.named_tensors(booster.load(f"{folder}/state", like=booster.abstract(problem.model, problem.tx)))
@@ -139,6 +155,7 @@ def test_saved_by_some_ranks_and_loaded_by_others(
     same(checkpoint.named_tensors(loaded), saved)
 
 
+@watched
 def save_where_nobody_can(folder: str) -> tuple[str, str, bool]:
     booster, problem = booster_of("fsdp"), testing.small(8)
     state, _ = train(booster, problem, mine(problem.batch), 1)
@@ -160,10 +177,12 @@ def test_a_save_that_fails_raises_on_every_rank(tmp_path: Path) -> None:
         assert went_on
 
 
+@watched
 def load_what_one_cannot_find(folder: str) -> str:
     booster, problem = booster_of("ddp"), testing.small(8)
     path = f"{folder}/state" if dist.get_rank() == 0 else f"{folder}/elsewhere"
-    save("ddp", folder)
+    state, _ = train(booster, problem, mine(problem.batch), 1)
+    booster.save(f"{folder}/state", state)
     try:
         booster.load(path, like=booster.abstract(problem.model, problem.tx))
     except (FileNotFoundError, RankFailure) as error:

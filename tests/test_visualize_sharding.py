@@ -9,6 +9,7 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 import torch
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 
 import functional_booster as fb
@@ -51,12 +52,8 @@ def drawn(figure: Figure, ranks: int) -> dict[int, dict[int, tuple[float, float]
     """{row: {rank: (from, to)}} of the coloured boxes."""
     found: dict[int, dict[int, tuple[float, float]]] = {}
     for collection in figure.axes[0].collections:
-        if (
-            isinstance(collection, mpl.collections.PolyCollection)
-            and not collection.get_hatch()
-            and not collection.get_alpha()
-        ):
-            for path, colour in zip(collection.get_paths(), collection.get_facecolors(), strict=True):
+        if isinstance(collection, PolyCollection) and not collection.get_hatch() and not collection.get_alpha():
+            for path, colour in zip(collection.get_paths(), np.asarray(collection.get_facecolor()), strict=True):
                 box = path.get_extents()
                 row = found.setdefault(round((box.y0 + box.y1) / 2), {})
                 rank = rank_of(colour, ranks)

@@ -131,9 +131,9 @@ class GeminiPlugin:
         return shards.join(storage, policy.compute, buckets=storage.buffers.keys() - split)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
-        """The other chunks, gathered in the compute dtype. Forward: all_gather; backward: psum_scatter."""
+        """The other chunks, gathered in the compute dtype, and again for the backward. Transposed: psum_scatter."""
         split = chunks.leading(prepared.layout, self.shard_param_frac)
-        return shards.join(prepared, policy.compute, policy.reduce, split)
+        return shards.join(shards.transient(prepared), policy.compute, policy.reduce, split)
 
     def reduce(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum."""

@@ -94,8 +94,10 @@ class TorchFSDPPlugin:
         return shards.join(storage, policy.compute) if self._once else storage
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
-        """Each unit, gathered in the compute dtype. Forward: all_gather; backward: psum_scatter."""
-        return prepared if self._once else shards.join(prepared, policy.compute, policy.reduce)
+        """Each unit, gathered in the compute dtype, and again for the backward. Transposed: psum_scatter."""
+        if self._once:
+            return prepared
+        return shards.join(shards.transient(prepared), policy.compute, policy.reduce)
 
     def reduce(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum."""
