@@ -5,7 +5,7 @@ from __future__ import annotations
 from functional_booster.kernels import random, tree
 from functional_booster.kernels.transforms import grad, grad_and_value, vjp, vmap
 from functional_booster.precision import Policy
-from functional_booster.sharding import checkpoint_policies, initializers
+from functional_booster.sharding import checkpoint_policies, collectives, initializers
 from functional_booster.sharding.abstract import ArrayInfo, initialize
 from functional_booster.sharding.mesh import Mesh, spmd, virtual_mesh
 from functional_booster.sharding.region import region
@@ -14,13 +14,17 @@ from functional_booster.sharding.spec import P, PartitionSpec
 
 from . import data, debug, hooks, losses, lr_scheduler, models, optim, profile, schedules, trackers, visualize
 from .booster import Booster
+from .dataloader import prepare_dataloader
 from .donation import DonatedError
+from .explain import explain
 from .fit import fit
 from .functionalize import functionalize
 from .generate import generate
 from .jit import Jitted, RecompileWarning, jit
+from .launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from .models.model import Model
-from .plugins import LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from .plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from .rank_failure import RankFailure
 from .state import TrainState
 
 __version__ = "0.1.0"
@@ -29,6 +33,7 @@ __all__ = [
     "ArrayInfo",
     "Booster",
     "DonatedError",
+    "GeminiPlugin",
     "Jitted",
     "LowLevelZeroPlugin",
     "Mesh",
@@ -36,14 +41,17 @@ __all__ = [
     "P",
     "PartitionSpec",
     "Policy",
+    "RankFailure",
     "RecompileWarning",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
     "TrainState",
     "checkpoint_name",
     "checkpoint_policies",
+    "collectives",
     "data",
     "debug",
+    "explain",
     "fit",
     "functionalize",
     "generate",
@@ -53,10 +61,15 @@ __all__ = [
     "initialize",
     "initializers",
     "jit",
+    "launch",
+    "launch_from_openmpi",
+    "launch_from_slurm",
+    "launch_from_torch",
     "losses",
     "lr_scheduler",
     "models",
     "optim",
+    "prepare_dataloader",
     "profile",
     "random",
     "region",

@@ -198,9 +198,8 @@ def _light(nodes: Iterable[Node]) -> set[Node]:
     """What is made of inputs by cheap ops and collectives alone: gathers, and what comes before and of them."""
     light: set[Node] = set()
     for node in nodes:
-        if node.op in ("placeholder", "get_attr"):
-            light.add(node)
-        elif (_is_cheap(node) or _is_collective(node)) and all(parent in light for parent in node.all_input_nodes):
+        fits = _is_cheap(node) or _is_collective(node)
+        if node.op in ("placeholder", "get_attr") or (fits and all(parent in light for parent in node.all_input_nodes)):
             light.add(node)
     return light
 
