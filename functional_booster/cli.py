@@ -30,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(list(sys.argv[1:] if argv is None else argv), holding)
     except KeyboardInterrupt:
         return _say("interrupted before the training began", INTERRUPTED)
-    finally:
-        with contextlib.suppress(RankFailure):
-            watchdog.agree(None, "exit")  # torchrun kills the others as soon as one has ended in failure
 
 
 def _run(args: list[str], holding: contextlib.ExitStack) -> int:
@@ -54,12 +51,17 @@ def _run(args: list[str], holding: contextlib.ExitStack) -> int:
             config = _parse(args)
         run = training_run.prepare(config, holding)
     except (ValueError, OSError, RankFailure) as error:
-        return _say(f"error: {error}", 2)
+        return _leave(_say(f"error: {error}", 2))
+    except SystemExit:  # the parser has spoken
+        _leave(2)
+        raise
     try:
         return training_run.train(run)
-    except (FloatingPointError, OSError, RankFailure) as error:
+    except OSError as error:  # perhaps of this process alone: the others hear of it, and are not waited for
+        return _say(f"error: {error}\n{run_folder.kept(config.out)}", 1)
+    except (FloatingPointError, RankFailure) as error:
         lost = isinstance(error, RankFailure) and error.rank == 0  # which may not be able to say so
-        return _say(f"error: {error}\n{run_folder.kept(config.out)}", 1, speaker=1 if lost else 0)
+        return _leave(_say(f"error: {error}\n{run_folder.kept(config.out)}", 1, speaker=1 if lost else 0))
     except KeyboardInterrupt:
         return _say(f"interrupted: {run_folder.kept(config.out)}", INTERRUPTED)
 
@@ -93,6 +95,13 @@ def _parse(args: list[str]) -> Train:
 def _silent() -> Generator[None]:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def _leave(status: int) -> int:
+    """The exit status, once all processes have spoken: torchrun ends the others when one has ended in failure."""
+    with contextlib.suppress(RankFailure):
+        watchdog.agree(None, "exit")
+    return status
 
 
 def _say(what: str, status: int, speaker: int = 0) -> int:

@@ -120,7 +120,7 @@ class Explanation:
     """How a state is laid out, and what a step of it moves: ``print`` it; all numbers are those of one rank.
 
     ``lowered`` is the graph of one rank's step, with its collectives by axis name. ``loss`` says whether that is the
-    step of a loss that was given, or of one that uses each parameter once.
+    step of a loss that was given, or of one that stands for any.
     """
 
     plan: Plan
@@ -182,8 +182,9 @@ def explain(
 
     Nothing is computed, and no process is asked: one rank's step is traced on fake tensors, under any mesh. With
     ``loss_fn``, ``tx`` and ``batch``, one rank's part of it (tensors or ArrayInfo), this is the graph of the jitted
-    step; without, that of a loss which uses each parameter once, in order. Raises ValueError for arguments that are
-    missing, TypeError for a state that is none.
+    step; without, that of a loss which uses each bucket once, in order, and again in its backward: where buckets are
+    gathered for each, the given loss may need fewer. Raises ValueError for arguments that are missing, TypeError for a
+    state that is none.
     """
     if isinstance(state, Model):
         if tx is None:
@@ -244,7 +245,7 @@ def _fake(leaf: Any, lead: int, device: torch.device) -> Any:
 
 
 def _lower(state: TrainState, policy: Policy, tx: Any) -> Lowered:
-    """The graph of a step whose loss uses each parameter once; gradients are the updates where there is no ``tx``."""
+    """The graph of a step of ``_energy``; gradients are the updates where there is no ``tx``."""
     plugin = state.plan.plugin
     unchanged = optim.GradientTransformation(
         lambda params: state.opt_state, lambda updates, opt_state, params: (updates, opt_state), optim.base.elementwise
@@ -256,7 +257,7 @@ def _lower(state: TrainState, policy: Policy, tx: Any) -> Lowered:
 
         def energy(trained: flat.Flat) -> torch.Tensor:
             frozen = [] if prepared.frozen is None else [plugin.gather(prepared.frozen, policy)]
-            return _energy([plugin.gather(trained, policy), *frozen])
+            return _energy(plugin.gather(trained, policy), *frozen)
 
         grads, loss = transforms.grad_and_value(energy)(prepared.trained)
         weight = torch.ones((), dtype=torch.float64, device=loss.device)
@@ -270,10 +271,11 @@ def _lower(state: TrainState, policy: Policy, tx: Any) -> Lowered:
     return jit(train_step, donate=True).lower(state)
 
 
-def _energy(params: Tree) -> torch.Tensor:
-    """The sum of squares: the backward, too, needs the value of every parameter."""
-    leaves = tree.leaves(params)
-    used = (leaf.abs().square() if transforms.is_differentiable(leaf) else leaf.ne(0) for leaf in leaves)
+def _energy(*flats: flat.Flat) -> torch.Tensor:
+    """The sum of squares, bucket by bucket in the order of the leaves; its backward needs every parameter again."""
+    names = [(part, bucket) for part in flats for bucket in dict.fromkeys(slot.bucket for slot in part.layout.slots)]
+    buffers = (part.buffers[bucket] for part, bucket in names)
+    used = (buffer.abs().square() if transforms.is_differentiable(buffer) else buffer.ne(0) for buffer in buffers)
     return torch.stack([part.sum().to(torch.float32) for part in used]).sum()
 
 

@@ -6,7 +6,7 @@ One frozen value, bound around a loss function by the step; a primitive reads it
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +53,17 @@ class Environment:
     def key(self) -> tuple[Any, ...]:
         """What a graph traced in this environment depends on, hashable."""
         return (self.outline, self.evaluating, self.compute, *(axis.key for axis in self.axes))
+
+    @property
+    def indices(self) -> tuple[torch.Tensor, ...]:
+        """The indices along virtual axes, in order."""
+        return tuple(axis.index for axis in self.axes if isinstance(axis.index, torch.Tensor))
+
+    def at(self, indices: Iterable[torch.Tensor]) -> Environment:
+        """This environment with these indices along virtual axes: the same ones at another vmap level."""
+        rest = iter(indices)
+        axes = [replace(axis, index=next(rest)) if isinstance(axis.index, torch.Tensor) else axis for axis in self.axes]
+        return replace(self, axes=tuple(axes))
 
     def axis(self, name: str) -> Axis | None:
         """The axis of this name, None where nobody declares it."""

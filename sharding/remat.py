@@ -70,18 +70,19 @@ def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
     leaves, structure = tree.flatten(args)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     environment = current()
+    indices = environment.indices  # operands, as every batched tensor must be
     structures: list[tree.Structure] = []
 
     def flat(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
+        for place, tensor in zip(places, tensors[len(indices) :], strict=True):
             filled[place] = tensor
-        with restore(environment):
+        with restore(environment.at(tensors[: len(indices)])):
             outputs, out_structure = tree.flatten(fn(*tree.unflatten(structure, filled)))
         structures[:] = [out_structure]
         return tuple(outputs)
 
-    outputs = _recomputing(flat)(*(leaves[place] for place in places))
+    outputs = _recomputing(flat)(*indices, *(leaves[place] for place in places))
     return tree.unflatten(structures[0], outputs)
 
 

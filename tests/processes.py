@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import operator
 import os
 import pickle
 import subprocess
@@ -23,6 +24,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+Answer = tuple[float | None, bytes]
 _START = 120.0  # seconds that a process has to import torch and the package
 _GRACE = 2.0  # seconds that the other ranks have to answer once one has failed
 
@@ -50,7 +52,7 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
                 worker.send((rank, ranks, f"{folder}/store", timeout, job))
             answers, failures = _answers(ranks, timeout)
         except BaseException:  # an interrupt: answers that nobody read must not be taken for those to the next call
-            stop()
+            stop(ranks)
             raise
     if failures:
         raise failures[0]
@@ -58,10 +60,10 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
 
 
 def _answers(ranks: int, timeout: float) -> tuple[list[bytes], list[BaseException]]:
-    """What the ranks answer, and the failures in the order in which they came."""
+    """What the ranks answer, and the failures in the order in which they happened."""
     ends = time.monotonic() + timeout
     waiting = {worker.connection: rank for rank, worker in enumerate(_workers[:ranks])}
-    answers, failures = [b""] * ranks, list[BaseException]()
+    answers, failures = [b""] * ranks, list[tuple[float, BaseException]]()
     while waiting:
         ready = wait(list(waiting), max(0.0, ends - time.monotonic()))
         if not ready:
@@ -69,26 +71,27 @@ def _answers(ranks: int, timeout: float) -> tuple[list[bytes], list[BaseExceptio
         for connection in ready:
             rank = waiting.pop(connection)  # type: ignore[call-overload]
             try:
-                succeeded, answers[rank] = connection.recv()  # type: ignore[union-attr]
+                failed, answers[rank] = connection.recv()  # type: ignore[union-attr]
             except (EOFError, ConnectionError):
-                failures.append(_workers[rank].died(rank, ranks))
+                failures.append((0.0, _workers[rank].died(rank, ranks)))
                 ends = 0.0  # the others may wait for it for ever
             else:
-                if not succeeded:
-                    failures.append(pickle.loads(answers[rank]))
+                if failed is not None:
+                    failures.append((failed, pickle.loads(answers[rank])))
                     ends = min(ends, time.monotonic() + _GRACE)
     if waiting or any(worker.process.poll() is not None for worker in _workers[:ranks]):
-        stop()
+        stop(ranks)
     if waiting and not failures:
         missing = ", ".join(map(str, sorted(waiting.values())))
-        failures.append(RankError(f"no answer within {timeout:g} seconds from rank {missing} of {ranks}"))
-    return answers, failures
+        failures.append((0.0, RankError(f"no answer within {timeout:g} seconds from rank {missing} of {ranks}")))
+    return answers, [error for _, error in sorted(failures, key=operator.itemgetter(0))]
 
 
-def stop() -> None:
-    """End the processes; the next call starts others."""
-    while _workers:
-        _workers.pop().stop()
+def stop(number: int | None = None) -> None:
+    """End the first so many processes (None: all); the next call starts others."""
+    for worker in _workers[:number]:
+        worker.stop()
+    del _workers[:number]
 
 
 class _Worker:
@@ -153,13 +156,14 @@ def serve(descriptor: int) -> None:
         except EOFError:
             return
         try:
-            answer = True, pickle.dumps(_call(rank, ranks, store, timeout, job))
+            answer = _call(rank, ranks, store, timeout, job)
         except BaseException as error:
-            answer = False, _pickled(error, rank, ranks)
+            answer = time.monotonic(), _pickled(error, rank, ranks)
         connection.send(answer)
 
 
-def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Any:
+def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Answer:
+    """When the job failed (None: it did not), and its pickled result or exception."""
     import torch.distributed as dist
 
     from functional_booster import watchdog
@@ -177,8 +181,11 @@ def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Any:
         left.enter_context(warnings.catch_warnings())
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`torch.jit.script.* is deprecated", DeprecationWarning)
-        function, args = pickle.loads(job)
-        return function(*args)
+        try:
+            function, args = pickle.loads(job)
+            return None, pickle.dumps(function(*args))
+        except BaseException as error:  # told before the world is left, which may make others fail
+            return time.monotonic(), _pickled(error, rank, ranks)
 
 
 def _pickled(error: BaseException, rank: int, ranks: int) -> bytes:

@@ -139,10 +139,20 @@ def test_collectives_are_those_of_a_step_on_processes() -> None:
             assert allocated == found.held.total, name
 
 
-@pytest.mark.parametrize("name", ["zero2-replicas", "fsdp"])
+@pytest.mark.parametrize("name", ["zero2-replicas", "fsdp-once"])
 def test_collectives_need_no_loss(name: str) -> None:
     batch = {"x": fb.ArrayInfo((6,), torch.int64)}
     assert moved(explained(name, 8)) == moved(explain(MODEL, booster(name, 8), tx=TX, loss_fn=loss_fn, batch=batch))
+
+
+def test_gathers_for_the_backward_are_at_most_those_of_no_loss() -> None:
+    batch = {"x": fb.ArrayInfo((6,), torch.int64)}
+    found = explain(MODEL, booster("fsdp", 8), tx=TX, loss_fn=loss_fn, batch=batch).collectives
+    for given, any_loss in zip(found, explained("fsdp", 8).collectives, strict=True):
+        if given.dtype != torch.bfloat16:
+            assert given == any_loss
+        else:
+            assert 8 < given.count <= any_loss.count == 8 + 6  # one of the weights at least; all trained but the last
 
 
 def test_bytes_on_paper() -> None:
@@ -160,8 +170,10 @@ def test_bytes_on_paper() -> None:
     # Each unit's sum, 2 x 7/8 of it on the wire.
     whole = (BLOCKS * (192 + 64) + 64) * 4
     assert of("ddp", reduce, torch.float32) == (7, whole, whole * 2 * 7 // 8)
-    # 16-bit parameters of a unit, and the table; 7/8 travel. Gradients are summed in 32 bits, a rank gets 1/8.
-    assert of("fsdp", gather, torch.bfloat16) == (8, 8 * 512 * 2, 8 * 512 * 2 * 7 // 8)
+    # 16-bit parameters of a unit, and the table; 7/8 travel. Of the trained ones all but the last are gathered again
+    # for the backward, since three others or more are used in between.
+    assert of("fsdp", gather, torch.bfloat16) == (8 + 6, 14 * 512 * 2, 14 * 512 * 2 * 7 // 8)
+    # Gradients are summed in 32 bits, a rank gets 1/8.
     assert of("fsdp", gather, torch.int64) == (1, 512 * 8, 512 * 7)
     assert of("fsdp", scatter, torch.float32) == (7, 7 * 64 * 4, 7 * 64 * 4 * 7)
     # The step's sums of loss and weight, and the ranks' norms, in float64.
@@ -276,7 +288,7 @@ Dtypes: param float32, compute bfloat16, output float32, reduce float32, accumul
 
  collectives of a step    axis       dtype      calls   bytes of results   bytes sent (ring)
  ───────────────────────────────────────────────────────────────────────────────────────────
- all_gather_into_tensor   fsdp (8)   bfloat16       8           8.00 KiB            7.00 KiB
+ all_gather_into_tensor   fsdp (8)   bfloat16      14          14.00 KiB           12.25 KiB
  all_gather_into_tensor   fsdp (8)   int64          1           4.00 KiB            3.50 KiB
  all_reduce               fsdp (8)   int64          1               24 B                42 B
  reduce_scatter_tensor    fsdp (8)   float32        7           1.75 KiB           12.25 KiB

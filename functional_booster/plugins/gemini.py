@@ -15,7 +15,7 @@ from functional_booster.precision import Policy
 from functional_booster.sharding import chunks, shards, units
 from functional_booster.sharding.mesh import Mesh
 
-from . import arguments
+from . import arguments, dataloaders
 
 Tree = tree.Tree
 _WIDTH = 1024  # what hidden_dim is where it is not given
@@ -108,6 +108,8 @@ class GeminiPlugin:
             *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention"),
             *("enable_sequence_parallelism", "enable_jit_fused", "enable_async_reduce", "verbose"),
         )
+
+    prepare_dataloader = dataloaders.prepare_dataloader
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from functional_booster.precision import Policy
 from functional_booster.sharding import shards, units
 from functional_booster.sharding.mesh import Mesh
 
-from . import arguments
+from . import arguments, dataloaders
 
 Tree = tree.Tree
 
@@ -73,6 +73,8 @@ class LowLevelZeroPlugin:
             use_fp8="matrix products are computed in the policy's compute dtype",
         )
         arguments.ignore(self, "overlap_communication", "overlap_allgather", "verbose")
+
+    prepare_dataloader = dataloaders.prepare_dataloader
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from functional_booster.precision import Policy
 from functional_booster.sharding import shards, units
 from functional_booster.sharding.mesh import Mesh
 
-from . import arguments
+from . import arguments, dataloaders
 
 Tree = tree.Tree
 
@@ -46,6 +46,8 @@ class TorchDDPPlugin:
             "gradient_as_bucket_view",
             "static_graph",
         )
+
+    prepare_dataloader = dataloaders.prepare_dataloader
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from functional_booster.precision import Policy
 from functional_booster.sharding import shards, units
 from functional_booster.sharding.mesh import Mesh
 
-from . import arguments
+from . import arguments, dataloaders
 
 Tree = tree.Tree
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -69,6 +69,8 @@ class TorchFSDPPlugin:
     def precision(self) -> str | Policy | None:
         """``mixed_precision``, under the name that other plugins have for it."""
         return self.mixed_precision
+
+    prepare_dataloader = dataloaders.prepare_dataloader
 
     @property
     def data_axes(self) -> tuple[str, ...]:
