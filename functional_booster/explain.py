@@ -151,7 +151,7 @@ class Explanation:
     def __rich__(self) -> Group:
         from rich.console import Group
 
-        transfers = _transfers(self.collectives) if self.collectives else "No collectives."
+        transfers = _collectives(self.collectives) if self.collectives else "No collectives."
         return Group(self._head(), _parameters(self.leaves), _sizes(self.held, self.work, self._traced()), transfers)
 
     def _head(self) -> str:
@@ -208,7 +208,7 @@ def explain(
         tuple(_leaves(local)),
         _held(local, booster.device),
         work,
-        tuple(_named(lowered, plan.mesh)),
+        tuple(_transfers(lowered, plan.mesh)),
         loss_fn is not None,
         lowered,
     )
@@ -341,11 +341,13 @@ def _padding(layout: flat.Layout, mesh: Mesh) -> float:
     )
 
 
-def _named(lowered: Lowered, mesh: Mesh) -> Iterable[Transfer]:
-    return (
+def _transfers(lowered: Lowered, mesh: Mesh) -> Iterable[Transfer]:
+    """Those that take longest first."""
+    found = (
         Transfer(one.op, one.axis, mesh.extent(one.axis), one.dtype, one.count, one.bytes)
         for one in lowered.collectives
     )
+    return sorted(found, key=lambda one: (-one.wire, one.op, one.axis, str(one.dtype)))
 
 
 def _nbytes(values: Tree) -> int:
@@ -404,7 +406,7 @@ def _sizes(held: Held, work: Work, more: list[tuple[str, str]]) -> Table:
     return table
 
 
-def _transfers(collectives: tuple[Transfer, ...]) -> Table:
+def _collectives(collectives: tuple[Transfer, ...]) -> Table:
     table = _table("collectives of a step", "axis", "dtype", "calls", "bytes of results", "bytes sent (ring)")
     for one in collectives:
         axis = f"{one.axis} ({one.ranks})"

@@ -168,20 +168,21 @@ class Watchdog:
 
     def _gather(self, count: int, said: str) -> list[str]:
         """The strings of all ranks."""
-        if self._told is None:
+        told = self._told  # which the thread drops where it is lost
+        if told is None:
             raise self._give_up(self._verdict or self._store_lost())
         keys = [f"agree/{count}/{rank}" for rank in range(self._world)]
         try:
-            self._told.set(keys[self._rank], said)
+            told.set(keys[self._rank], said)
             pause = 0.001
-            while not self._told.check(keys):
+            while not told.check(keys):
                 self._check()
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
             if self._agreed is not None:
-                self._told.delete_key(self._agreed)  # all came here, so all have read what was said before
+                told.delete_key(self._agreed)  # all came here, so all have read what was said before
             self._agreed = keys[self._rank]
-            return [value.decode() for value in self._told.multi_get(keys)]
+            return [value.decode() for value in told.multi_get(keys)]
         except RankFailure:
             raise
         except RuntimeError as lost:

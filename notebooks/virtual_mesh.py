@@ -102,14 +102,16 @@ fb.visualize.sharding(hybrid.abstract(model, tx))
 #
 # `fb.explain` traces one rank's step on fake tensors: no memory, no processes. It says what every rank holds after
 # `init`, what a step takes on top, and each kind of collective with its bytes: those of the results, and those that a
-# rank sends if the ranks form a ring.
+# rank sends if the ranks form a ring. (Given `loss_fn` and `batch`, it traces that very step, and knows its FLOPs and
+# activations, too.)
 
 # %%
 fb.explain(model, fsdp, tx=tx)
 
 # %% [markdown]
-# What a layout costs is a small table. Under DDP every rank holds everything. Under ZeRO and FSDP it holds an eighth,
-# and sends hardly more: a reduce_scatter and an all_gather are what an all_reduce is made of.
+# What a layout costs is a small table. Under DDP every rank holds everything. Under ZeRO it holds an eighth, and sends
+# no more for it: a reduce_scatter and an all_gather are what an all_reduce is made of. FSDP frees a block after its
+# use, and gathers it once more for the backward.
 
 # %%
 plugins = {

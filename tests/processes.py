@@ -42,12 +42,12 @@ def run_on_ranks(ranks: int, function: Callable[..., T], *args: Any, timeout: fl
     no answer within ``timeout`` seconds.
     """
     job = pickle.dumps((function, args))
-    started = [_Worker() for _ in range(ranks - len(_workers))]
-    _workers.extend(started)
-    for worker in started:
-        worker.require_ready()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         try:
+            started = [_Worker() for _ in range(ranks - len(_workers))]
+            _workers.extend(started)
+            for worker in started:
+                worker.require_ready()
             for rank, worker in enumerate(_workers[:ranks]):
                 worker.send((rank, ranks, f"{folder}/store", timeout, job))
             answers, failures = _answers(ranks, timeout)
@@ -115,7 +115,6 @@ class _Worker:
 
     def require_ready(self) -> None:
         if not self.connection.poll(_START):
-            stop()
             raise RankError(f"a process did not start within {_START:g} seconds")
         with contextlib.suppress(EOFError):  # a dead process is found when its answer is missing
             self.connection.recv()

@@ -32,6 +32,14 @@ def refuse(plugin: Any, **reasons: str) -> None:
             raise ValueError(f"{name}: {value!r} is not supported, expected {default!r}: {reason}")
 
 
+def shown(plugin: Any) -> str:
+    """The plugin with the arguments that are not as by default. For ``__repr__``."""
+    default = type(plugin)()
+    names = [field.name for field in dataclasses.fields(plugin)]
+    given = [f"{name}={value!r}" for name in names if (value := getattr(plugin, name)) != getattr(default, name)]
+    return f"{type(plugin).__name__}({', '.join(given)})"
+
+
 def check_size(plugin: Any, *names: str) -> None:
     """Require finite numbers from 0 on; raises TypeError or ValueError."""
     for name in names:

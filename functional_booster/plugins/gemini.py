@@ -21,7 +21,7 @@ Tree = tree.Tree
 _WIDTH = 1024  # what hidden_dim is where it is not given
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GeminiPlugin:
     """ZeRO stage 3 over chunks (Fang et al. 2021, "PatrickStar"; Colossal-AI's Gemini), on the axes of LowLevelZero.
 
@@ -109,6 +109,7 @@ class GeminiPlugin:
             *("enable_sequence_parallelism", "enable_jit_fused", "enable_async_reduce", "verbose"),
         )
 
+    __repr__ = arguments.shown
     prepare_dataloader = dataloaders.prepare_dataloader
 
     @property

@@ -19,7 +19,7 @@ from . import arguments, dataloaders
 Tree = tree.Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LowLevelZeroPlugin:
     """ZeRO (Rajbhandari et al. 2020, sections 5.1 and 5.2) over "dp", replicated over "extra_dp".
 
@@ -74,6 +74,7 @@ class LowLevelZeroPlugin:
         )
         arguments.ignore(self, "overlap_communication", "overlap_allgather", "verbose")
 
+    __repr__ = arguments.shown
     prepare_dataloader = dataloaders.prepare_dataloader
 
     @property

@@ -18,7 +18,7 @@ from . import arguments, dataloaders
 Tree = tree.Tree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TorchDDPPlugin:
     """Data parallelism by replication (Li et al. 2020, PyTorch Distributed), over the axis "dp".
 
@@ -47,6 +47,7 @@ class TorchDDPPlugin:
             "static_graph",
         )
 
+    __repr__ = arguments.shown
     prepare_dataloader = dataloaders.prepare_dataloader
 
     @property

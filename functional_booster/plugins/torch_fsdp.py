@@ -22,7 +22,7 @@ Tree = tree.Tree
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TorchFSDPPlugin:
     """Fully sharded data parallelism (Zhao et al. 2023, PyTorch FSDP) over "fsdp", replicated over "dp".
 
@@ -70,6 +70,7 @@ class TorchFSDPPlugin:
         """``mixed_precision``, under the name that other plugins have for it."""
         return self.mixed_precision
 
+    __repr__ = arguments.shown
     prepare_dataloader = dataloaders.prepare_dataloader
 
     @property

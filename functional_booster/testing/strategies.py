@@ -65,7 +65,7 @@ def _layouts(plugin: Plugin, max_ranks: int) -> list[dict[str, int]]:
 @st.composite
 def _factors(draw: st.DrawFn, number: int, most: int) -> tuple[int, ...]:
     """So many whole numbers whose product is at most ``most``."""
-    factors = []
+    factors: list[int] = []
     for _ in range(number):
         factors.append(draw(st.integers(1, max(1, most // math.prod(factors)))))
     return tuple(draw(st.permutations(factors)))
