@@ -261,6 +261,7 @@ class TrainStep:
     recipe: step.Recipe
     donate: bool
     parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+    _described: dict[Any, step.Sums] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
         with _guarded("train step", state, 1):
@@ -272,13 +273,17 @@ class TrainStep:
         if len(batches) == 1:
             return whole(state, batches[0])
         prepared = prepare(state)
-        sums = step.zeros(self.recipe, state, prepared, batches[0])
+        sums = self._zeros(state, prepared, batches[0])
         for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
             sums = further(sums, state, prepared, batches[index], microbatch)
         return finish(state, sums)
 
     def lower(self, state: TrainState, batch: Tree) -> Lowered:
-        """The graph of this call, untouched by it; of the microbatch when there is accumulation."""
+        """The graph of this call, untouched by it; of the microbatch when there is accumulation.
+
+        On a virtual mesh the ranks are batched together and the graph has no collectives:
+        ``fb.explain(state, booster, tx=tx, loss_fn=loss_fn, batch=batch)`` shows one rank's graph, with them.
+        """
         prepare, *parts = self.parts
         whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in parts)
         batches = self._microbatches(state, batch)
@@ -286,7 +291,15 @@ class TrainStep:
             return whole.lower(state, batches[0])
         prepared = prepare(state)
         first = torch.zeros((), dtype=torch.int32, device=state.step.device)
-        return further.lower(step.zeros(self.recipe, state, prepared, batches[0]), state, prepared, batches[0], first)
+        return further.lower(self._zeros(state, prepared, batches[0]), state, prepared, batches[0], first)
+
+    def _zeros(self, state: TrainState, prepared: step.Prepared, microbatch: Tree) -> step.Sums:
+        """The sums to begin with; what they look like is found out once for each shape of the arguments."""
+        leaves, structure = tree.flatten((state, prepared, microbatch))
+        key = (structure, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves))
+        if key not in self._described:
+            self._described[key] = step.describe(self.recipe, state, prepared, microbatch)
+        return step.zeros(self._described[key], state)
 
     def _microbatches(self, state: TrainState, batch: Tree) -> list[Tree]:
         """The batch as the mesh's ranks take it, cut into microbatches."""

@@ -19,6 +19,7 @@ from functional_booster import optim
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import Policy, cast
 from functional_booster.sharding import environment, shards
+from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import axis_index, pmax, pmean, psum
 from functional_booster.sharding.mesh import own, spmd
 from functional_booster.sharding.rows import rows_of
@@ -117,15 +118,20 @@ def gathered(policy: Policy, plugin: Plugin, prepared: Prepared) -> Tree:
     return assemble(plugin.gather(prepared.trained, policy), frozen)
 
 
-def zeros(recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree) -> Sums:
-    """The sums over no microbatch, in fresh storage; ``batch`` is one microbatch, of which the shapes matter alone."""
+def describe(recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree) -> Sums:
+    """The sums of a microbatch as ArrayInfo; nothing is computed."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = tree.map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf, (state, prepared, batch)
         )
         sums = spmd(functools.partial(gradients, recipe), state.plan.mesh)(on_ranks(fakes[0]), *fakes[1:])
+    return tree.map(ArrayInfo.of, replace(sums, buffers=None))
+
+
+def zeros(described: Sums, state: TrainState) -> Sums:
+    """The sums over no microbatch, in fresh storage."""
     buffers = spmd(lambda state: state.buffers, state.plan.mesh)(on_ranks(state))
-    fresh = tree.map(lambda leaf: torch.zeros(leaf.shape, dtype=leaf.dtype, device=state.step.device), sums)
+    fresh = tree.map(lambda info: torch.zeros(info.shape, dtype=info.dtype, device=state.step.device), described)
     return replace(fresh, buffers=own(buffers))
 
 

@@ -88,6 +88,11 @@ def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
         text = _text(config)
         training, held_out = data.split(text)
         rows = _check_size(config, booster, len(training), len(held_out))
+        batches = _shared(
+            data.batches(training, config.batch_size, config.length, config.seed, booster.device), booster
+        )
+        validate = _shared(data.batches(held_out, rows, config.length, 0, booster.device), booster)
+        validation = [validate(index) for index in range(min(VALIDATION, len(held_out) // (rows * config.length)))]
         model = _model(config)
         schedule = schedules.cosine_warmup(peak=config.lr, total_steps=config.steps, warmup_steps=config.warmup_steps)
         tx = optim.adamw(schedule, weight_decay=config.weight_decay, mask=optim.matrices)
@@ -95,16 +100,13 @@ def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
     if config.resume:
         state = _resume(config, described, booster, model, tx)
     else:
-        state = booster.init(model, tx, key=random.key(config.seed))
         with all_or_none("preparation"):
+            state = booster.init(model, tx, key=random.key(config.seed))
             if first:
                 run_folder.make(config.out)
                 holding.enter_context(run_folder.held(config.out))
                 run_folder.check_new(config.out)  # another process may have been faster
                 run_folder.write(config.out, described)
-    batches = _shared(data.batches(training, config.batch_size, config.length, config.seed, booster.device), booster)
-    validate = _shared(data.batches(held_out, rows, config.length, 0, booster.device), booster)
-    validation = [validate(index) for index in range(min(VALIDATION, len(held_out) // (rows * config.length)))]
     return Run(config, booster, model, tx, state, batches, validation, data.unigram_entropy(text))
 
 

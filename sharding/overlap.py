@@ -142,13 +142,21 @@ def _reorder(graph: GraphModule, prefetch: int) -> None:
     eager = _towards_reductions(nodes, light)
     lazy = {node for node in nodes if node not in eager and (node in light or _is_wait(node) or _is_view(node))}
     gathers = [node for node in _order(nodes, lazy, eager, []) if _is_wait(node) and node in light]
-    ahead = dict(zip(gathers, (gathers[i + 1 : i + 1 + prefetch] for i in range(len(gathers))), strict=True))
-    first = gathers[:prefetch]
+    made_of = {wait: _above(wait) & set(gathers) for wait in gathers}
+    ahead: dict[Node, list[Node]] = {}
+    for place, wait in enumerate(gathers):  # one that needs a gather to come cannot be asked for before it
+        later, following = set(gathers[place:]), gathers[place + 1 : place + 1 + prefetch]
+        ahead[wait] = [other for other in following if made_of[other] & later == {other}]
+    first = [wait for wait in gathers[:prefetch] if made_of[wait] == {wait}]
     ordered = _order(nodes, lazy, eager, [start for wait in first for start in wait.all_input_nodes], ahead)
     cursor = nodes[0]
     for node in ordered[1:]:
         cursor.append(node)
         cursor = node
+    needed = set(ordered)
+    for node in reversed(nodes):
+        if node not in needed:  # nobody asked for it
+            graph.graph.erase_node(node)
 
 
 def _order(
