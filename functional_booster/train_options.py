@@ -18,7 +18,10 @@ _COUNTS = ("n_layer", "n_embd", "n_head", "batch_size", "steps", "accumulate", "
 class Train:
     """Train a small language model, byte by byte, on text.
 
-    On several processes: torchrun --nproc-per-node 2 -m functional_booster train --plugin torch_fsdp.
+    On several processes: torchrun --nproc-per-node 2 -m functional_booster train --plugin torch_fsdp. Plugins split
+    each batch over ranks. torch_ddp: every rank holds everything; low_level_zero: optimizer state is split too (ZeRO
+    stage 1), low_level_zero_2: and gradients (stage 2); torch_fsdp, gemini: and parameters, gathered where they are
+    used, by blocks or by chunks.
     """
 
     data: Path | None = None
@@ -26,8 +29,7 @@ class Train:
     out: Path = Path("runs/gpt")
     """Folder of the run; it must be new, unless --resume is given."""
     resume: bool = False
-    """Go on with the run in --out, bit for bit (with another plugin or number of ranks: to rounding). Other settings of
-    model, text and training than its own are refused."""
+    """Go on with the run in --out, bit for bit (on another layout, to rounding). Only free settings may differ."""
     model: Literal["llama", "gpt2"] = "llama"
     """Family of the model: a GPT with Llama's blocks (RMSNorm, rotary positions, SwiGLU), or GPT-2's."""
     n_layer: int = 4
@@ -57,11 +59,9 @@ class Train:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Of the computation; parameters and optimizer stay in 32 bits."""
     plugin: Literal["none", "torch_ddp", "low_level_zero", "low_level_zero_2", "torch_fsdp", "gemini"] = "none"
-    """How the training is spread over the processes that torchrun has started, or --virtual-ranks. none: one device;
-    torch_ddp: replicas; low_level_zero: optimizer state is split (ZeRO stage 1); low_level_zero_2: gradients too;
-    torch_fsdp, gemini: parameters too, gathered block by block, or chunk by chunk."""
+    """How the training is spread over the processes of torchrun, or over --virtual-ranks; none: one device."""
     virtual_ranks: int | None = None
-    """Ranks of the plugin that this one process runs at once, to see on one device what many would do."""
+    """Ranks of the plugin, run by this one process, to see on one device what many would do."""
     device: str = "auto"
     """cpu, cuda or cuda:N; auto takes the GPU where there is one."""
     jit: bool = True

@@ -92,8 +92,6 @@ def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...,
     class Recompute(torch.autograd.Function):
         """Forward: ``flat``. Backward: ``flat`` again, and its pullback."""
 
-        generate_vmap_rule = True
-
         @staticmethod
         def forward(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return flat(*tensors)
@@ -131,5 +129,12 @@ def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[...,
             for place, grad in zip(wanted, _recomputing(pullback)(*inputs, *cotangents), strict=True):
                 grads[place] = grad
             return tuple(grads)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *tensors: torch.Tensor) -> tuple[Any, Any]:
+            # A gradient taken outside of this level is that of the whole batch: its members may speak to each other.
+            batched = torch.func.vmap(flat, in_dims=in_dims, randomness=info.randomness)
+            outputs = _recomputing(batched)(*tensors)
+            return outputs, (0,) * len(outputs)
 
     return Recompute.apply

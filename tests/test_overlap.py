@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_gradients_are_summed_beside_the_backward(name: str) -> None:
     order = kinds(overlap.overlap(traced(name)))
     blocks = [place for place, kind in enumerate(order) if kind == "block"]
     backward = blocks[LAYERS:]
-    for place, following in zip(backward, backward[1:], strict=False):
+    for place, following in itertools.pairwise(backward):
         assert "reduce" in order[place:following]  # started before the next block's backward
     assert "wait reduce" not in order[: backward[-1]]  # and not waited for until all are done
 
