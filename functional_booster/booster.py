@@ -142,11 +142,10 @@ class Booster:
         mesh = state.plan.mesh
 
         def local(storage: flat.Flat, frozen: flat.Flat | None) -> Replicated:
-            device = state.step.device
-            trained, still = (
-                None if parts is None else shards.join(shards.on_device(parts, device)) for parts in (storage, frozen)
-            )
-            return Replicated(assemble(trained, still))
+            def whole(parts: flat.Flat) -> flat.Flat:
+                return shards.join(shards.on_device(parts, state.step.device))
+
+            return Replicated(assemble(whole(storage), None if frozen is None else whole(frozen)))
 
         with torch.no_grad():
             return tree.map(torch.clone, spmd(local, mesh)(state.storage, state.frozen))
@@ -260,7 +259,8 @@ class TrainStep:
 
     recipe: step.Recipe
     donate: bool
-    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+    prepare: Callable[..., Any]
+    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
     _described: dict[Any, step.Sums] = field(default_factory=dict, repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
@@ -268,11 +268,11 @@ class TrainStep:
             return self._run(state, batch)
 
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        prepare, whole, further, finish = self.parts
+        whole, further, finish = self.parts
         batches = self._microbatches(state, batch)
         if len(batches) == 1:
             return whole(state, batches[0])
-        prepared = prepare(state)
+        prepared = self.prepare(state)
         sums = self._zeros(state, prepared, batches[0])
         for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
             sums = further(sums, state, prepared, batches[index], microbatch)
@@ -284,12 +284,11 @@ class TrainStep:
         On a virtual mesh the ranks are batched together and the graph has no collectives:
         ``fb.explain(state, booster, tx=tx, loss_fn=loss_fn, batch=batch)`` shows one rank's graph, with them.
         """
-        prepare, *parts = self.parts
-        whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in parts)
+        whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in self.parts)
         batches = self._microbatches(state, batch)
         if len(batches) == 1:
             return whole.lower(state, batches[0])
-        prepared = prepare(state)
+        prepared = self.prepare(state)
         first = torch.zeros((), dtype=torch.int32, device=state.step.device)
         return further.lower(self._zeros(state, prepared, batches[0]), state, prepared, batches[0], first)
 
@@ -344,11 +343,11 @@ def _train_step(recipe: step.Recipe, compiled: bool, donate: bool) -> TrainStep:
     finish.__name__ = train_step.__name__
     if compiled:
         given = (0,) if donate else ()
-        run = _jit(train_step, donate=given), _jit(microbatch, donate=0), _jit(finish, donate=given)
+        parts = _jit(train_step, donate=given), _jit(microbatch, donate=0), _jit(finish, donate=given)
     else:
-        run = _eager(train_step, donate), _without_tape(microbatch), _eager(finish, donate)
+        parts = _eager(train_step, donate), _without_tape(microbatch), _eager(finish, donate)
     # A cast or a gather for each buffer, once a step: nothing to compile there.
-    return TrainStep(recipe, donate, (_without_tape(prepare), *run))
+    return TrainStep(recipe, donate, _without_tape(prepare), parts)
 
 
 def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:

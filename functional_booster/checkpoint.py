@@ -274,7 +274,7 @@ def _restore(like: TrainState, tensors: dict[str, torch.Tensor]) -> TrainState:
         storage, frozen = disassemble(values.pop("params"), *like.layouts)
         parts = [
             shards.part(flat.ravel(value, node.layout)) if _is_flat(node) else value
-            for node, value in zip(nodes, structure.flatten_up_to(values), strict=True)
+            for node, value in zip(nodes, tree.flatten_up_to(structure, values), strict=True)
         ]
         still = None if frozen is None else shards.part(frozen)
         return on_ranks(like.replace(**tree.unflatten(structure, parts), storage=shards.part(storage), frozen=still))

@@ -214,7 +214,7 @@ def _ranks(state: Any) -> Generator[_Ranks]:
     if mesh is None or mesh.virtual or mesh.size == 1:
         yield _Ranks()
         return
-    group = dist.new_group(backend="gloo")  # flags are the host's: on the device each would be waited for
+    group: Any = dist.new_group(backend="gloo")  # flags are the host's: on the device each would be waited for
     try:
         yield _Ranks(group)
     finally:

@@ -122,7 +122,8 @@ tree.register(
 def on_ranks(state: TrainState) -> TrainState:
     """The state as ``spmd`` takes and returns it: what all ranks have alike is one value."""
     alike = ("step", "position", "buffers", "key", "loss_scale")
-    return replace(state, **{name: Replicated(getattr(state, name)) for name in alike})
+    wrapped: dict[str, Any] = {name: Replicated(getattr(state, name)) for name in alike}
+    return replace(state, **wrapped)
 
 
 def check_params(params: Tree, abstract: Tree) -> None:

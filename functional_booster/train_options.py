@@ -29,7 +29,7 @@ class Train:
     out: Path = Path("runs/gpt")
     """Folder of the run; it must be new, unless --resume is given."""
     resume: bool = False
-    """Go on with the run in --out, bit for bit (on another layout, to rounding). Only free settings may differ."""
+    """Go on with the run in --out, bit for bit (on another layout, to rounding). Its other settings must stay."""
     model: Literal["llama", "gpt2"] = "llama"
     """Family of the model: a GPT with Llama's blocks (RMSNorm, rotary positions, SwiGLU), or GPT-2's."""
     n_layer: int = 4

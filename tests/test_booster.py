@@ -112,6 +112,7 @@ class TestInit:
 
     def test_elementwise_optimizers_see_one_buffer(self, state: fb.TrainState) -> None:
         assert len(state.storage.buffers) == 1
+        assert state.frozen is not None
         assert [slot.shape for slot in state.frozen.layout.slots] == [(CLASSES,)]
 
 

@@ -75,7 +75,7 @@ def test_a_tail_that_virtual_ranks_do_not_divide_is_refused() -> None:
         plugin.prepare_dataloader(range(11), 2, mesh=mesh)
     assert len(plugin.prepare_dataloader(range(11), 2, drop_last=True, mesh=mesh)) == 2
     with pytest.raises(TypeError, match="batch_size"):
-        plugin.prepare_dataloader(range(12), 2.0, mesh=mesh)
+        plugin.prepare_dataloader(range(12), 2.0, mesh=mesh)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="axis 'tp' is not one of TorchDDPPlugin's"):
         plugin.prepare_dataloader(range(12), 2, mesh=fb.virtual_mesh(tp=2))
 

@@ -275,7 +275,7 @@ class TestPrecision:
         layout = plugin.layout({"w": fb.ArrayInfo((7,))}, {"w": ()}, mesh)
         bucket = next(iter(layout.buckets))
 
-        def local(mine: torch.Tensor) -> torch.Tensor:
+        def local(mine: torch.Tensor) -> Replicated:
             storage = shards.part(Flat({bucket: torch.zeros(layout.size(bucket))}, layout))
 
             def loss(prepared: Flat) -> torch.Tensor:

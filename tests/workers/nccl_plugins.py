@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import functional_booster as fb
 
-PLUGINS = {
+PLUGINS: dict[str, Any] = {
     "ddp": fb.TorchDDPPlugin(),
     "zero-1": fb.LowLevelZeroPlugin(stage=1),
     "zero-2": fb.LowLevelZeroPlugin(stage=2),
@@ -27,7 +28,7 @@ TX = fb.optim.adamw(1e-2, weight_decay=0.1)
 JITTED = ("ddp", "fsdp")
 
 
-def trained(plugin: object, rows: torch.Tensor, accumulate: int, jit: bool) -> tuple[fb.tree.Tree, list[float]]:
+def trained(plugin: Any, rows: torch.Tensor, accumulate: int, jit: bool) -> tuple[fb.tree.Tree, list[float]]:
     """The parameters and losses of four steps."""
     booster = fb.Booster(plugin=plugin)
     state = booster.init(MODEL, TX, key=fb.random.key(0))
