@@ -147,7 +147,7 @@ class Booster:
 
             return Replicated(assemble(whole(storage), None if frozen is None else whole(frozen)))
 
-        with torch.no_grad():
+        with torch.no_grad(), _guarded("full_params", state):
             return tree.map(torch.clone, spmd(local, mesh)(state.storage, state.frozen))
 
     def shard(self, params: Tree, like: TrainState) -> TrainState:
@@ -386,7 +386,7 @@ def _guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContex
     On a GPU the step is not told: the host does not wait for it.
     """
     mesh = state.plan.mesh if isinstance(state, TrainState) else None
-    if mesh is None or mesh.virtual or mesh.size == 1 or graph.transforms() or graph.is_tracing():
+    if mesh is None or not mesh.across or graph.transforms() or graph.is_tracing():
         return contextlib.nullcontext()
     known = isinstance(state.position, torch.Tensor) and state.position.device.type == "cpu"
     return watchdog.guard(what, int(state.position) + ahead if known else None)

@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from functional_booster.kernels import flat, tree
 from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.mesh import Mesh, Replicated, own, spmd
+from functional_booster.sharding.mesh import Replicated, own, spmd
 
 from . import locking, watchdog
 from .donation import refuse_consumed
@@ -58,7 +58,7 @@ def save(path: str | os.PathLike[str], state: TrainState) -> None:
     named = named_tensors(state)
     refuse_consumed(list(named), list(named.values()))
     counters = {"step": int(state.step), "position": int(state.position)}
-    with _all_or_none(state.plan.mesh, "save", counters["step"]):
+    with watchdog.all_or_none("save", counters["step"], alone=not state.plan.mesh.across):
         if not any(state.plan.mesh.place):
             _write(Path(path), named, counters)
 
@@ -88,7 +88,7 @@ def load(path: str | os.PathLike[str], like: TrainState, device: Any) -> TrainSt
     list, where leaves are missing, unexpected, or of another shape or dtype. On processes, each must call it, and where
     it fails on one of them, the others raise RankFailure.
     """
-    with _all_or_none(like.plan.mesh, "load"):
+    with watchdog.all_or_none("load", alone=not like.plan.mesh.across):
         return _restore(like, _read(path, like, device))
 
 
@@ -120,20 +120,6 @@ def _read(path: str | os.PathLike[str], like: TrainState, device: Any) -> dict[s
     if wrong := next((name for name, leaf in tensors.items() if _described(leaf) != saved[name]), None):
         raise ValueError(f"{path}: {data.name} is damaged: {wrong} is not what {MANIFEST} says")
     return tensors
-
-
-@contextlib.contextmanager
-def _all_or_none(mesh: Mesh, what: str, step: int | None = None) -> Generator[None]:
-    """Around a part of work that processes share: where one fails, all raise."""
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    if not mesh.virtual and mesh.size > 1:
-        watchdog.agree(error, what, step)
-    elif error is not None:
-        raise error
 
 
 def read_manifest(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from . import run_folder, training_run, watchdog
 from .launch import launch_from_torch
 from .rank_failure import RankFailure
 from .train_options import Train
-from .training_run import INTERRUPTED, all_or_none, processes
+from .training_run import INTERRUPTED, processes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def _run(args: list[str], holding: contextlib.ExitStack) -> int:
             print(f"functional-booster {__version__}")
         return 0
     try:
-        with all_or_none("reading of the options"):
+        with watchdog.all_or_none("reading of the options"):
             config = _parse(args)
         run = training_run.prepare(config, holding)
     except (ValueError, OSError, RankFailure) as error:

@@ -211,7 +211,7 @@ class _Ranks:
 @contextlib.contextmanager
 def _ranks(state: Any) -> Generator[_Ranks]:
     mesh = getattr(getattr(state, "plan", None), "mesh", None)
-    if mesh is None or mesh.virtual or mesh.size == 1:
+    if mesh is None or not mesh.across:
         yield _Ranks()
         return
     group: Any = dist.new_group(backend="gloo")  # flags are the host's: on the device each would be waited for

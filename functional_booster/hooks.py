@@ -144,7 +144,7 @@ class Profiler:
 
 def _check_params(n: int, state: Any) -> None:
     """Raise FloatingPointError where a parameter is not finite: on all ranks of the state's mesh, or on none."""
-    if not isinstance(state, TrainState) or not (state.plan.mesh.virtual or state.plan.mesh.size > 1):
+    if not isinstance(state, TrainState) or not (state.plan.mesh.virtual or state.plan.mesh.across):
         debug.check_finite(getattr(state, "params", None), f"step {n}: params")
         return
     mesh, device = state.plan.mesh, state.step.device

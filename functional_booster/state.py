@@ -76,7 +76,7 @@ class TrainState:
         return self.storage.layout, None if self.frozen is None else self.frozen.layout
 
     def _refuse_meshes(self, remedy: str) -> None:
-        if self.plan.mesh.virtual or self.plan.mesh.size > 1:
+        if self.plan.mesh.virtual or self.plan.mesh.across:
             raise ValueError(f"this state is laid out over {self.plan.mesh}: {remedy}")
 
     def replace(self, **changes: Any) -> TrainState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,17 +58,6 @@ def processes() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-@contextlib.contextmanager
-def all_or_none(what: str) -> Generator[None]:
-    """Around what each process does by itself: where it fails on one, all raise (the others RankFailure)."""
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    watchdog.agree(error, what)
-
-
 def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
     """Check everything before work starts, make the run's folder, and build or load the state.
 
@@ -76,7 +65,7 @@ def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
     path (on the other processes RankFailure); then nothing has been written.
     """
     first = processes()[0] == 0
-    with all_or_none("preparation"):
+    with watchdog.all_or_none("preparation"):
         check(config)
         _check_processes(config)
         if first and config.resume:
@@ -84,7 +73,7 @@ def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
         elif first:
             run_folder.check_new(config.out)
     booster = _booster(config)
-    with all_or_none("preparation"):
+    with watchdog.all_or_none("preparation"):
         text = _text(config)
         training, held_out = data.split(text)
         rows = _check_size(config, booster, len(training), len(held_out))
@@ -100,7 +89,7 @@ def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
     if config.resume:
         state = _resume(config, described, booster, model, tx)
     else:
-        with all_or_none("preparation"):
+        with watchdog.all_or_none("preparation"):
             state = booster.init(model, tx, key=random.key(config.seed))
             if first:
                 run_folder.make(config.out)
@@ -129,7 +118,7 @@ def train(run: Run) -> int:
         hooks.append(every(config.stop_after, stop))
     peak = profile.peak_flops(run.booster.device, _DTYPES[config.precision])
     with contextlib.ExitStack() as closing:
-        with all_or_none("opening of the metrics"):
+        with watchdog.all_or_none("opening of the metrics"):
             tracker = closing.enter_context(contextlib.closing(_trackers(config, start))) if first else None
         state = fit(
             step,
@@ -147,7 +136,7 @@ def train(run: Run) -> int:
         validation = float(mean_metrics(eval_step, state, run.validation)["loss"])
         params = run.booster.full_params(state)
     status = 0
-    with all_or_none("report"):
+    with watchdog.all_or_none("report"):
         if first:
             status = _report(run, int(state.position), validation, params)
     return status
@@ -304,7 +293,7 @@ def _resume(config: Train, described: dict[str, Any], booster: Booster, model: A
     """The state that the run in ``config.out`` has come to: its checkpoint's, or the first where there is none yet."""
     out, metrics = config.out, config.out / run_folder.METRICS
     first = processes()[0] == 0
-    with all_or_none("preparation"):
+    with watchdog.all_or_none("preparation"):
         if run_folder.read(out)["text"] != described["text"]:
             given = config.data or "the standard library"
             raise ValueError(f"--data: the text in {given} is not what the run began with")
@@ -313,7 +302,7 @@ def _resume(config: Train, described: dict[str, Any], booster: Booster, model: A
         return booster.init(model, tx, key=random.key(config.seed))
     state = booster.load(out / run_folder.CHECKPOINT, like=booster.abstract(model, tx))
     position = int(state.position)
-    with all_or_none("preparation"):
+    with watchdog.all_or_none("preparation"):
         if config.stop_after is not None and config.stop_after <= position:
             raise ValueError(f"--stop-after: {config.stop_after}, but the run in {out} is at step {position}")
         if first and position >= config.steps and not any("loss" in record for record in records):

@@ -377,6 +377,23 @@ def agree(error: Exception | None, what: str, step: int | None = None) -> None:
         raise error
 
 
+@contextlib.contextmanager
+def all_or_none(what: str, step: int | None = None, alone: bool = False) -> Generator[None]:
+    """Around what each process does by itself: where it fails on one, all raise, as by ``agree``.
+
+    ``alone``: this process does it for itself, and no other one takes part.
+    """
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    if not alone:
+        agree(error, what, step)
+    elif error is not None:
+        raise error
+
+
 def _is_lost_connection(error: BaseException) -> bool:
     """Whether this is how a collective ends whose other side is gone."""
     if isinstance(error, dist.DistError):

@@ -69,6 +69,11 @@ class Mesh:
         return not self.groups and bool(self.axes)
 
     @property
+    def across(self) -> bool:
+        """Whether the ranks are several processes, which must call together."""
+        return not self.virtual and self.size > 1
+
+    @property
     def unnamed(self) -> bool:
         """Whether this is a number of ranks that no plugin has laid out yet."""
         return self.names == ("",)
