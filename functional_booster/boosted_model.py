@@ -60,7 +60,7 @@ class BoostedModel(nn.Module):
                 )
             written = {name: new for name, new in buffers.items() if training and new is not before[name]}
             with torch.no_grad():
-                agreed = {name: step.agreed(new, axes) if axes else new for name, new in written.items()}
+                agreed = step.agreed(written, {name: before[name] for name in written}, axes)
             return cast_arguments(outputs, run.policy.output), Replicated(agreed)
 
         leaves = {name: leaf if name in run.buckets else Replicated(leaf) for name, leaf in run.leaves().items()}

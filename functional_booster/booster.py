@@ -119,9 +119,9 @@ class Booster:
         def local(state: TrainState, batch: Tree) -> Replicated:
             params = step.gathered(policy, state.plan.plugin, step.prepare(policy, state))
             with environment.bind(evaluating=True, compute=policy.compute):
-                loss, weight, aux, buffers = step.evaluate(loss_fn, params, batch, None, state.buffers)
+                loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
             weighted = {name: value * weight for name, value in aux.items()}
-            sums = step.totals(step.Sums(None, loss, weight, weighted, buffers), state.plan.plugin.data_axes)
+            sums = step.totals(step.Sums(None, loss, weight, weighted, None), state.plan.plugin.data_axes)
             means = {name: step.mean(value, sums.weight) for name, value in sums.aux.items()}
             return Replicated({"loss": step.mean(sums.loss, sums.weight), "tokens": sums.weight, **means})
 
@@ -205,7 +205,10 @@ class Booster:
 
     @torch.inference_mode(mode=False)  # its tensors must be trainable wherever it is made
     def _state(self, model: Model, tx: optim.GradientTransformation, params: Tree, key: torch.Tensor) -> TrainState:
-        device = self.device
+        device, mesh, buffers = self.device, self.plan.mesh, model.buffers()
+        if not graph.is_tracing():  # processes may have built the module, or drawn the key, each for itself
+            here = tree.map(lambda leaf: leaf.to(device), (params, buffers, key))
+            params, buffers, key = shards.of_the_first(here, mesh)
         typed = tree.map(lambda leaf, info: leaf.detach().to(info.dtype), params, model.abstract)
         placed = tree.map(lambda leaf: leaf.to(device, copy=True), cast(typed, self.policy.param))
         described = tree.map(
@@ -217,7 +220,7 @@ class Booster:
         )
         trained, frozen = tree.partition(described, tree.map(lambda info: info.trainable, described))
         labels = tree.unflatten(tree.structure(trained), optim.leaf_labels(tx, trained))
-        plugin, mesh = self.plan.plugin, self.plan.mesh
+        plugin = self.plan.plugin
         layout = plugin.layout(trained, labels, mesh)
         alike = tree.map(lambda _: (), frozen)  # no optimizer tells frozen leaves apart
         frozen_layout = plugin.layout(frozen, alike, mesh) if tree.leaves(frozen) else None
@@ -229,7 +232,7 @@ class Booster:
             storage=storage,
             frozen=still,
             opt_state=own(spmd(tx.init, mesh)(storage)),
-            buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), model.buffers()),
+            buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), buffers),
             key=key.to(device, copy=True),
             loss_scale=torch.ones((), dtype=torch.float32, device=device),
             abstract=Abstract.of(described),
@@ -276,6 +279,7 @@ class TrainStep:
         sums = self._zeros(state, prepared, batches[0])
         for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
             sums = further(sums, state, prepared, batches[index], microbatch)
+        del prepared  # the update is the other peak of memory
         return finish(state, sums)
 
     def lower(self, state: TrainState, batch: Tree) -> Lowered:

@@ -14,8 +14,8 @@ from functional_booster import optim
 from functional_booster.kernels import flat, transforms, tree
 from functional_booster.precision import Policy
 from functional_booster.sharding import shards
-from functional_booster.sharding.collectives import broadcast, psum
-from functional_booster.sharding.mesh import Mesh, Replicated, own, spmd
+from functional_booster.sharding.collectives import psum
+from functional_booster.sharding.mesh import Replicated, own, spmd
 
 from .models.model import Model
 from .plugins import Plan
@@ -257,34 +257,20 @@ def start(
 
     def weights(key: torch.Tensor) -> dict[str, torch.Tensor]:
         values = {name: value.to(key.device) for name, value in model.init(key).items()}
-        values = _of_the_first(values, plan.mesh)
+        values = shards.of_the_first(values, plan.mesh)
         fixed.update({name: value for name, value in values.items() if not transforms.is_differentiable(value)})
         return values
 
     # Frozen parameters may be thawed on the way, so all have their place in the storage.
     every = replace(model, init=weights, abstract={n: replace(i, trainable=True) for n, i in model.abstract.items()})
     state = init(every, optim.identity()._replace(groups=functools.partial(_alone, plan)))
-    state = state.replace(frozen=None, buffers=_of_the_first(state.buffers, plan.mesh))
+    state = state.replace(frozen=None, buffers=shards.of_the_first(state.buffers, plan.mesh))
     stored = {slot.name: state.storage.buffers[slot.bucket] for slot in state.storage.layout.slots}
     parameters = {
         name: nn.Parameter({**fixed, **stored}[name], requires_grad=own.requires_grad)
         for name, own in module.named_parameters()
     }
     return Run(module, model, state, parameters, policy)
-
-
-def _of_the_first(values: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """The values that the first process has."""
-    if mesh.virtual or mesh.size == 1:
-        return values
-
-    def local(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        for axis in mesh.names:
-            values = broadcast(values, axis)
-        return values
-
-    with torch.no_grad():
-        return spmd(local, mesh)(values)
 
 
 def _alone(plan: Plan, abstract: Tree) -> Tree:

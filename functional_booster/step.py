@@ -142,18 +142,33 @@ def add(sums: Sums, more: Sums) -> Sums:
 
 
 def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
-    """The scalars summed over the data ranks, in one psum; buffers that all ranks have; gradients as they are."""
+    """The scalars summed over the data ranks, in one psum; gradients and buffers as they are."""
     if not axes:
         return sums
     scalars, structure = tree.flatten((sums.loss, sums.weight, sums.aux))
     added = psum(torch.stack([scalar.to(torch.float64) for scalar in scalars]), axes).unbind()
     loss, weight, aux = tree.unflatten(structure, [x.to(y.dtype) for x, y in zip(added, scalars, strict=True)])
-    return Sums(sums.grads, loss, weight, aux, tree.map(lambda leaf: agreed(leaf, axes), sums.buffers))
+    return Sums(sums.grads, loss, weight, aux, sums.buffers)
 
 
-def agreed(buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-    """One value for all ranks: the mean of statistics; counters count the same on each."""
-    return pmean(buffer, axes) if buffer.is_floating_point() else pmax(buffer, axes)
+def agreed(new: Tree, old: Tree, axes: tuple[str, ...]) -> Tree:
+    """Buffers that all data ranks have: ``old`` plus the mean of what each changed, in one pmean; the most counted.
+
+    What no rank changed stays to the bit.
+    """
+    leaves, structure = tree.flatten(new)
+    before = tree.leaves(old)
+    if not axes or not leaves:
+        return new
+    floats = [place for place, leaf in enumerate(leaves) if leaf.is_floating_point()]
+    if floats:
+        pairs = [(leaves[place].to(torch.float64), before[place].to(torch.float64)) for place in floats]
+        changes = [torch.where(leaf == was, 0, leaf - was).reshape(-1) for leaf, was in pairs]
+        means = pmean(torch.cat(changes), axes).split([change.numel() for change in changes])
+        for place, mean, (leaf, was) in zip(floats, means, pairs, strict=True):
+            leaves[place] = (was + mean.view(leaf.shape)).to(leaves[place].dtype)
+    counters = [leaf if leaf.is_floating_point() or leaf.is_complex() else pmax(leaf, axes) for leaf in leaves]
+    return tree.unflatten(structure, counters)
 
 
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
@@ -172,7 +187,7 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
         raise
     storage = plugin.settle(optim.apply_updates(state.storage, updates), state.step + 1)
     finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
-    buffers = sums.buffers
+    buffers = agreed(sums.buffers, state.buffers, plugin.data_axes)
     if recipe.skip_nonfinite:
         new, old = (storage, opt_state, buffers), (state.storage, state.opt_state, state.buffers)
         storage, opt_state, buffers = select(finite, new, old)

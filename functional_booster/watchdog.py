@@ -257,10 +257,11 @@ class Watchdog:
                 time.sleep(0.02)
 
     def _publish(self) -> None:
-        if self._told is not None:
+        told = self._told  # the thread may close it meanwhile
+        if told is not None:
             with self._lock:
                 self._beat += 1
-                self._told.set(f"rank/{self._rank}", json.dumps(self._report()))
+                told.set(f"rank/{self._rank}", json.dumps(self._report()))
 
     def _read(self) -> None:
         assert self._told is not None

@@ -195,6 +195,10 @@ def _order(
     for start in first:
         emit(start)
     for index, node in enumerate(nodes):
+        if _writes(node):  # what reads the old value stays before it: all that stood there and is of use
+            for earlier in nodes[:index]:
+                if earlier.users:
+                    emit(earlier)
         if node not in lazy and node not in eager:
             emit(node)
         for now in ready.get(index, ()):
@@ -265,6 +269,12 @@ def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return _is_view(node.all_input_nodes[0])
     return getattr(node.target, "is_view", False)
+
+
+def _writes(node: Node) -> bool:
+    """Whether the node changes an input in place."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def _is_cheap(node: Node) -> bool:

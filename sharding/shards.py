@@ -1,4 +1,5 @@
-"""Flat trees over a mesh: whole buffers, and the part of each that a rank holds. Runs inside ``spmd``."""
+"""Flat trees over a mesh: whole buffers, and the part of each that a rank holds. Runs inside ``spmd``, but for
+``of_the_first``."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ from collections.abc import Callable, Collection
 
 import torch
 
+from functional_booster.kernels import tree
 from functional_booster.kernels.flat import Flat
 
 from . import overlap
-from .collectives import all_gather, axis_index, axis_size, psum, psum_scatter
+from .collectives import all_gather, axis_index, axis_size, broadcast, psum, psum_scatter
+from .mesh import Mesh, spmd
+
+Tree = tree.Tree
 
 
 def part(whole: Flat) -> Flat:
@@ -104,6 +109,20 @@ def at_home(flat: Flat, pin: bool = False) -> Flat:
         return torch.empty_like(buffer, device="cpu", pin_memory=True).copy_(buffer)
 
     return _each(flat, moved) if flat.layout.host else flat
+
+
+def of_the_first(values: Tree, mesh: Mesh) -> Tree:
+    """The values that the first process has; on a virtual mesh, and on one process, they are its own."""
+    if not mesh.across:
+        return values
+
+    def local(values: Tree) -> Tree:
+        for axis in mesh.names:
+            values = broadcast(values, axis)
+        return values
+
+    with torch.no_grad():
+        return spmd(local, mesh)(values)
 
 
 def is_whole(flat: Flat, bucket: str) -> bool:

@@ -1,8 +1,8 @@
 """Real ranks for tests: ``run_on_ranks(4, function, *args)`` calls a function on 4 processes joined by gloo.
 
-The processes are started once, at the first call, and serve every test of this pytest process; each call gets a new
-process group, so that no call sees what another one left. Nothing hangs: a rank that dies, or does not answer in time,
-is an error that says so, after which the processes are started anew.
+The processes are forked once, at the first call, from one that has imported the package; they serve every test of this
+pytest process. Each call gets a new process group, so that no call sees what another one left. Nothing hangs: a rank
+that dies, or does not answer in time, is an error that says so, after which others are forked.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import multiprocessing
 import operator
 import os
 import pickle
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +21,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def _answers(ranks: int, timeout: float) -> tuple[list[bytes], list[BaseExceptio
                 if failed is not None:
                     failures.append((failed, pickle.loads(answers[rank])))
                     ends = min(ends, time.monotonic() + _GRACE)
-    if waiting or any(worker.process.poll() is not None for worker in _workers[:ranks]):
+    if waiting or any(worker.process.exitcode is not None for worker in _workers[:ranks]):
         stop(ranks)
     if waiting and not failures:
         missing = ", ".join(map(str, sorted(waiting.values())))
@@ -98,19 +99,10 @@ class _Worker:
     """A process that waits for jobs, and what it writes."""
 
     def __init__(self) -> None:
-        self.log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
+        self.log = tempfile.NamedTemporaryFile()  # noqa: SIM115 (closed by stop)
         self.connection, theirs = Pipe()
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        if sys.platform == "linux":
-            environ["GLOO_SOCKET_IFNAME"] = "lo"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import serve; serve({theirs.fileno()})"],
-            env=environ,
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=self.log,
-            stderr=subprocess.STDOUT,
-        )
+        self.process = _context.Process(target=serve, args=(theirs, self.log.name), daemon=True)
+        self.process.start()
         theirs.close()
 
     def require_ready(self) -> None:
@@ -124,30 +116,35 @@ class _Worker:
             self.connection.send(job)
 
     def died(self, rank: int, ranks: int) -> RankError:
-        status = self.process.wait()
-        self.log.seek(0)
-        written = self.log.read().decode(errors="replace")[-4000:]
+        self.process.join()
+        written = Path(self.log.name).read_text(errors="replace")[-4000:]
+        status = self.process.exitcode
         return RankError(f"rank {rank} of {ranks} died with exit status {status}; what it wrote:\n{written}")
 
     def stop(self) -> None:
         self.process.kill()
-        self.process.wait()
+        self.process.join()
+        self.process.close()
         self.connection.close()
         self.log.close()
 
 
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["pytest", "functional_booster"])  # what takes long to import
 _workers: list[_Worker] = []
 atexit.register(stop)
 
 
-def serve(descriptor: int) -> None:
+def serve(connection: Connection, log: str) -> None:
     """The life of a worker: jobs come and answers go, until the other end is closed."""
     import torch
 
-    import functional_booster  # noqa: F401 (the slow part of most jobs' imports)
-
+    written = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    connection = Connection(descriptor)
     connection.send("ready")
     while True:
         try:

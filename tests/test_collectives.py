@@ -213,12 +213,14 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @given(cases())
+@settings(max_examples=30)
 def test_is_its_definition(case: Case) -> None:
     values = case.values()
     assert_close(spmd(case, case.mesh)(values), case.defined(values))
 
 
 @given(cases(), st.sampled_from([torch.int64, torch.int32, torch.float32, torch.bool]))
+@settings(max_examples=25)
 def test_dtypes_stay(case: Case, dtype: torch.dtype) -> None:
     values = (case.values() * 3).to(dtype)
     refused = {"pmean": dtype in (torch.int64, torch.int32, torch.bool)}
@@ -232,7 +234,7 @@ def test_dtypes_stay(case: Case, dtype: torch.dtype) -> None:
 
 
 @given(cases(PLAIN))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_gradient_on_a_rank_is_that_of_the_sum_over_ranks(case: Case) -> None:
     values = case.values()
     cotangents = numbers(*case.defined(values).shape, seed=1)
@@ -241,7 +243,7 @@ def test_gradient_on_a_rank_is_that_of_the_sum_over_ranks(case: Case) -> None:
 
 
 @given(cases(PLAIN))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_second_derivatives_too(case: Case) -> None:
     values = case.values()
     weights = numbers(*case.defined(values).shape, seed=1)
@@ -257,7 +259,7 @@ def test_second_derivatives_too(case: Case) -> None:
 
 
 @given(cases(["enter", "leave"]))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_enter_and_leave_are_each_others_transpose(case: Case) -> None:
     values, cotangents = case.values(), case.values(seed=1)
     other = Case({"enter": "leave", "leave": "enter"}[case.name], case.mesh, case.axes, case.shape, {})
@@ -268,7 +270,7 @@ def test_enter_and_leave_are_each_others_transpose(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_a_value_that_is_no_ranks_own(case: Case) -> None:
     local = numbers(*case.shape)
     expanded = local.expand(*case.mesh.shape, *case.shape)
@@ -277,7 +279,7 @@ def test_a_value_that_is_no_ranks_own(case: Case) -> None:
 
 
 @given(cases())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_one_rank_needs_no_group(case: Case) -> None:
     sizes = tuple((name, 1) for name in case.mesh.names)
     alone = Mesh(sizes, (None,) * len(sizes), (0,) * len(sizes))
@@ -301,7 +303,7 @@ def test_one_rank_needs_no_group(case: Case) -> None:
 
 
 @given(cases(), st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_vmap_over_the_mesh_and_on_each_rank(case: Case, data: st.DataObject) -> None:
     batch = [case.values(seed) for seed in range(3)]
     results = [case.defined(values) for values in batch]
@@ -315,6 +317,7 @@ def test_vmap_over_the_mesh_and_on_each_rank(case: Case, data: st.DataObject) ->
 
 
 @given(meshes(), st.data())
+@settings(max_examples=20)
 def test_index_and_size(mesh: Mesh, data: st.DataObject) -> None:
     axes = tuple(data.draw(st.permutations(mesh.names)))[: data.draw(st.integers(1, len(mesh.names)))]
     along = torch.arange(mesh.extent(axes), dtype=torch.int32).reshape([dict(mesh.axes)[name] for name in axes])
@@ -328,6 +331,7 @@ def test_index_and_size(mesh: Mesh, data: st.DataObject) -> None:
 
 
 @given(cases(["ppermute", "all_to_all"]))
+@settings(max_examples=15)
 def test_moves_are_undone_by_their_inverse(case: Case) -> None:
     if case.name == "ppermute":
         options = {"perm": [(to, source) for source, to in case.options["perm"]]}
@@ -343,6 +347,7 @@ def test_moves_are_undone_by_their_inverse(case: Case) -> None:
 
 
 @given(cases(["psum_scatter"]))
+@settings(max_examples=10)
 def test_scatter_and_gather_are_a_sum(case: Case) -> None:
     def through(x: torch.Tensor) -> torch.Tensor:
         return c.all_gather(case(x), case.axes, dim=case.options["dim"], tiled=case.options["tiled"])
@@ -353,7 +358,7 @@ def test_scatter_and_gather_are_a_sum(case: Case) -> None:
 
 
 @given(meshes(), st.sampled_from(["pmax", "pmin"]), st.data())
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_ties_share_equally(mesh: Mesh, name: str, data: st.DataObject) -> None:
     axes = tuple(data.draw(st.permutations(mesh.names)))[: data.draw(st.integers(1, len(mesh.names)))]
     case = Case(name, mesh, axes, (4,), {})
@@ -370,7 +375,7 @@ def test_ties_share_equally(mesh: Mesh, name: str, data: st.DataObject) -> None:
 def test_gradcheck(program: Program) -> None:
     mesh = virtual_mesh(a=2, b=2)
     x = inputs(mesh=mesh).requires_grad_()
-    assert torch.autograd.gradcheck(spmd(program, mesh), x)
+    assert torch.autograd.gradcheck(spmd(program, mesh), x, fast_mode=True)
     assert torch.autograd.gradgradcheck(spmd(program, mesh), x, fast_mode=True)
 
 
@@ -399,18 +404,20 @@ def test_gradients_in_every_order_of_transforms(program: Program) -> None:
 @programs
 def test_traced(program: Program) -> None:
     loss, x = loss_of(program), inputs()
-    for fn in (program, grad(loss)):
-        on_ranks = spmd(fn, MESH)
-        (lowered,) = fb.jit(on_ranks).lower(x).module(x)
-        assert_close(lowered, on_ranks(x))
+    on_a_rank = spmd(grad(loss), MESH)  # the program's value is in it
+    (lowered,) = fb.jit(on_a_rank).lower(x).module(x)
+    assert_close(lowered, on_a_rank(x))
     on_ranks = grad(lambda x: spmd(grad(loss), MESH)(x).square().sum())
     assert_close(make_fx(on_ranks)(x)(x), on_ranks(x))
 
 
 @programs
-@pytest.mark.parametrize("policy", [checkpoint_policies.nothing_saveable, checkpoint_policies.dots_saveable])
-def test_inside_remat(program: Program, policy: Any) -> None:
+def test_inside_remat(program: Program) -> None:
+    """Two policies: several collectives at once, where some values are saved."""
     plain, x = loss_of(program), inputs()
+    policy = (
+        checkpoint_policies.dots_saveable if program is PROGRAMS["several"] else checkpoint_policies.nothing_saveable
+    )
     loss = loss_of(fb.remat(program, policy))
     assert_close(spmd(grad(loss), MESH)(x), spmd(grad(plain), MESH)(x))
     assert_close(spmd(second(loss), MESH)(x), spmd(second(plain), MESH)(x))
@@ -462,7 +469,7 @@ def test_a_column_and_a_row_parallel_layer_equal_one_device() -> None:
 
 
 @given(cases())
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_trees(case: Case) -> None:
     values = {"b": [case.values(), None], "a": case.values(seed=1)}
     got = spmd(case, case.mesh)(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,8 +20,6 @@ from functional_booster.sharding import collectives as c
 from functional_booster.sharding.mesh import Mesh, mesh_of, real_mesh, spmd, virtual_mesh
 
 pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes
-
-programs = pytest.mark.parametrize("name", PROGRAMS)
 
 Results = dict[str, torch.Tensor]
 
@@ -39,47 +38,57 @@ def forms(name: str) -> dict[str, Any]:
     }
 
 
-def on_this_rank(name: str, sizes: dict[str, int]) -> Results:
-    """What the forms come to, and what some come to when they are traced."""
+EAGER = ("value", "gradient", "second", "batched", "batched gradient", "gradient of the batch", "remat")
+TRACED = ("value", "gradient", "gradient, traced", "remat, traced")
+
+
+def on_this_rank(names: Sequence[str], sizes: dict[str, int], which: Sequence[str]) -> dict[str, Results]:
     mesh = real_mesh(sizes, "cpu")
     x, batch = inputs(mesh=mesh)[mesh.place], inputs(3, mesh=mesh)[(slice(None), *mesh.place)]
-    found = {form: spmd(fn, mesh)(x, batch) for form, fn in forms(name).items()}
-    for form in ("gradient", "remat"):
-        fn = forms(name)[form]
-        fresh = fb.jit(lambda x, batch, fn=fn: fn(x, batch) * 1)  # a graph returns no input that is handed through
-        (found[f"{form}, traced"],) = spmd(fresh.lower, mesh)(x, batch).module(x, batch)
-    return found
+
+    def found(name: str, form: str) -> torch.Tensor:
+        fn = forms(name)[form.removesuffix(", traced")]
+        if not form.endswith(", traced"):
+            return spmd(fn, mesh)(x, batch)
+        fresh = fb.jit(lambda x, batch: fn(x, batch) * 1)  # a graph returns no input that is handed through
+        return spmd(fresh.lower, mesh)(x, batch).module(x, batch)[0]
+
+    return {name: {form: found(name, form) for form in which} for name in names}
 
 
-def check_against_the_virtual_mesh(name: str, sizes: dict[str, int]) -> None:
+def check_against_the_virtual_mesh(names: Sequence[str], sizes: dict[str, int], which: Sequence[str]) -> None:
     mesh = virtual_mesh(**sizes)
     x, batch = inputs(mesh=mesh), inputs(3, mesh=mesh).movedim(0, 2)
-    expected = {form: spmd(fn, mesh)(x, batch) for form, fn in forms(name).items()}
-    for rank, found in enumerate(run_on_ranks(mesh.size, on_this_rank, name, sizes)):
-        for form, value in found.items():
-            assert_close(value, expected[form.removesuffix(", traced")][divmod(rank, sizes["b"])])
+    ranks = run_on_ranks(mesh.size, on_this_rank, names, sizes, which)
+    for name in names:
+        for form in {form.removesuffix(", traced") for form in which}:
+            expected = spmd(forms(name)[form], mesh)(x, batch)
+            for rank, found in enumerate(ranks):
+                for one in {form, f"{form}, traced"} & {*which}:
+                    assert_close(found[name][one], expected[divmod(rank, sizes["b"])])
 
 
-@programs
-def test_two_ranks_equal_the_virtual_mesh(name: str) -> None:
-    check_against_the_virtual_mesh(name, {"a": 1, "b": 2})
+def test_two_ranks_equal_the_virtual_mesh_traced_too() -> None:
+    check_against_the_virtual_mesh([*PROGRAMS], {"a": 1, "b": 2}, TRACED)
 
 
-@programs
-def test_four_ranks_equal_the_virtual_mesh(name: str) -> None:
-    check_against_the_virtual_mesh(name, {"a": 2, "b": 2})
+def test_four_ranks_equal_the_virtual_mesh() -> None:
+    check_against_the_virtual_mesh([*PROGRAMS], {"a": 2, "b": 2}, EAGER)
 
 
 @pytest.mark.parametrize("sizes", [{"a": 4, "b": 1}, {"a": 1, "b": 4}], ids=str)
 def test_an_axis_of_one_rank_beside_one_of_four(sizes: dict[str, int]) -> None:
-    check_against_the_virtual_mesh("several", sizes)
+    check_against_the_virtual_mesh(["several"], sizes, TRACED)
 
 
-def moved(dtype: torch.dtype, shape: tuple[int, ...]) -> Results:
-    """Every collective that has a meaning for the dtype, on values that are not contiguous."""
+DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)
+
+
+def moved(shape: tuple[int, ...]) -> list[Results]:
+    """For each dtype, every collective that has a meaning for it, on values that are not contiguous."""
     mesh = real_mesh({"a": 2, "b": 2}, "cpu")
-    values = drawn(dtype, shape, mesh)[mesh.place]
-    return spmd(lambda x: of_dtype(x.transpose(0, -1)), mesh)(values)
+    values = [drawn(dtype, shape, mesh)[mesh.place] for dtype in DTYPES]
+    return [spmd(lambda x: of_dtype(x.transpose(0, -1)), mesh)(value) for value in values]
 
 
 def drawn(dtype: torch.dtype, shape: tuple[int, ...], mesh: Mesh) -> torch.Tensor:
@@ -102,18 +111,17 @@ def of_dtype(x: torch.Tensor) -> Results:
     return found
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64]
-)
-def test_dtypes(dtype: torch.dtype) -> None:
+def test_dtypes() -> None:
     mesh, shape = virtual_mesh(a=2, b=2), (4, 2, 2)
-    expected = spmd(lambda x: of_dtype(x.transpose(0, -1)), mesh)(drawn(dtype, shape, mesh))
-    for rank, found in enumerate(run_on_ranks(4, moved, dtype, shape)):
-        for name, value in found.items():
-            exact = expected[name][divmod(rank, 2)]
-            assert value.dtype == exact.dtype
-            assert value.is_contiguous() or name in ("enter", "all_gather", "all_to_all", "psum_scatter"), name
-            torch.testing.assert_close(value, exact)
+    ranks = run_on_ranks(4, moved, shape)
+    for number, dtype in enumerate(DTYPES):
+        expected = spmd(lambda x: of_dtype(x.transpose(0, -1)), mesh)(drawn(dtype, shape, mesh))
+        for rank, found in enumerate(ranks):
+            for name, value in found[number].items():
+                exact = expected[name][divmod(rank, 2)]
+                assert value.dtype == exact.dtype
+                assert value.is_contiguous() or name in ("enter", "all_gather", "all_to_all", "psum_scatter"), name
+                torch.testing.assert_close(value, exact)
 
 
 def shapes_of_nothing() -> Results:

@@ -28,7 +28,7 @@ PLUGINS: dict[str, Any] = {
     "gemini-half": GeminiPlugin(**_CHUNKS, shard_param_frac=0.5),
 }
 everywhere = pytest.mark.parametrize("name", PLUGINS)
-BLOCKS, WIDTH = 3, 12
+BLOCKS, WIDTH, ROWS = 3, 12, 6
 TX = fb.optim.adamw(0.01, weight_decay=0.1, mask=fb.optim.matrices)
 
 
@@ -76,6 +76,12 @@ def explained(name: str, ranks: int) -> Explanation:
     return explain(MODEL, booster(name, ranks), tx=TX)
 
 
+@functools.cache
+def explained_with_loss(name: str, ranks: int) -> Explanation:
+    batch = {"x": fb.ArrayInfo((ROWS,), torch.int64)}
+    return explain(MODEL, booster(name, ranks), tx=TX, loss_fn=loss_fn, batch=batch)
+
+
 def nbytes(values: Any) -> int:
     return sum(leaf.nbytes for leaf in tree.leaves(values))
 
@@ -84,8 +90,7 @@ def nbytes(values: Any) -> int:
 def test_bytes_are_those_that_init_allocates(name: str) -> None:
     one = booster(name, 8)
     state = one.init(MODEL, TX, key=fb.random.key(0))
-    found, ranks = explain(state, one, tx=TX), one.plan.mesh.size
-    held = found.held
+    held, ranks = explained(name, 8).held, one.plan.mesh.size
     assert held.parameters * ranks == nbytes(state.storage)
     assert held.frozen * ranks == nbytes(state.frozen)
     assert held.optimizer * ranks == nbytes(state.opt_state)
@@ -93,7 +98,12 @@ def test_bytes_are_those_that_init_allocates(name: str) -> None:
     assert held.counters == nbytes((state.step, state.position, state.key, state.loss_scale))
     assert held.total == sum((held.parameters, held.frozen, held.optimizer, held.buffers, held.counters))
     assert held.host == 0
-    assert found == explained(name, 8)  # what is predicted before there is a state
+
+
+def test_a_state_is_explained_as_its_model_is() -> None:
+    one = booster("gemini-half", 8)
+    state = one.init(MODEL, TX, key=fb.random.key(0))
+    assert explain(state, one, tx=TX) == explained("gemini-half", 8)  # which was predicted before there was a state
 
 
 @everywhere
@@ -119,7 +129,7 @@ def on_processes(names: list[str]) -> dict[str, tuple[Moved, int]]:
     for name in names:
         one = fb.Booster("cpu", "bf16", PLUGINS[name])
         state = one.init(MODEL, TX, key=fb.random.key(0))
-        batch = {"x": torch.zeros(6, dtype=torch.int64)}
+        batch = {"x": torch.zeros(ROWS, dtype=torch.int64)}
         lowered = one.train_step(loss_fn, TX).lower(state, batch)
         axes = dict(zip(one.plan.mesh.groups, one.plan.mesh.names, strict=True))
         kinds = [(c.op, axes[c.axis], c.dtype, c.count, c.bytes) for c in lowered.collectives]
@@ -129,25 +139,22 @@ def on_processes(names: list[str]) -> dict[str, tuple[Moved, int]]:
 
 @pytest.mark.xdist_group("ranks")
 def test_collectives_are_those_of_a_step_on_processes() -> None:
-    names = ["ddp", "zero1-16bit", "zero2-replicas", "fsdp", "gemini-half"]
-    batch = {"x": fb.ArrayInfo((6,), torch.int64)}
+    names = ["zero1-16bit", "zero2-replicas", "fsdp", "gemini-half"]  # sums over axes that do not split, too
     ranks = run_on_ranks(2, on_processes, names, timeout=240)
     for name in names:
-        found = explain(MODEL, booster(name, 2), tx=TX, loss_fn=loss_fn, batch=batch)
+        found = explained_with_loss(name, 2)
         for really, allocated in (rank[name] for rank in ranks):
             assert really == moved(found), name
             assert allocated == found.held.total, name
 
 
-@pytest.mark.parametrize("name", ["zero2-replicas", "fsdp-once"])
-def test_collectives_need_no_loss(name: str) -> None:
-    batch = {"x": fb.ArrayInfo((6,), torch.int64)}
-    assert moved(explained(name, 8)) == moved(explain(MODEL, booster(name, 8), tx=TX, loss_fn=loss_fn, batch=batch))
+@pytest.mark.parametrize(("name", "ranks"), [("zero2-replicas", 2), ("fsdp-once", 8)])
+def test_collectives_need_no_loss(name: str, ranks: int) -> None:
+    assert moved(explained(name, ranks)) == moved(explained_with_loss(name, ranks))
 
 
 def test_gathers_for_the_backward_are_at_most_those_of_no_loss() -> None:
-    batch = {"x": fb.ArrayInfo((6,), torch.int64)}
-    found = explain(MODEL, booster("fsdp", 8), tx=TX, loss_fn=loss_fn, batch=batch).collectives
+    found = explained_with_loss("fsdp", 8).collectives
     (gathers,) = (one for one in found if one.dtype == torch.bfloat16)
     (most,) = (one for one in explained("fsdp", 8).collectives if one.dtype == torch.bfloat16)
     assert 8 < gathers.count <= most.count == 8 + 6  # a weight or more again; at most all that are trained but the last
@@ -198,11 +205,9 @@ def test_what_a_step_takes_on_top() -> None:
 
 
 def test_a_given_loss_adds_its_flops_and_temporaries() -> None:
-    rows = 6
-    batch = {"x": torch.zeros(rows, dtype=torch.int64)}
-    found = explain(MODEL, booster("fsdp", 8), tx=TX, loss_fn=loss_fn, batch=batch)
+    found = explained_with_loss("fsdp", 8)
     products = 3 * BLOCKS - 1  # forward, and two of the backward; the table is frozen
-    assert found.lowered.flops == products * 2 * rows * WIDTH * WIDTH
+    assert found.lowered.flops == products * 2 * ROWS * WIDTH * WIDTH
     assert f"{readable_bytes(found.lowered.memory.temporary)}\n FLOPs" in str(found)
     assert "FLOPs" not in str(explained("fsdp", 8))
 

@@ -17,6 +17,8 @@ import functional_booster as fb
 from functional_booster.hooks import Checkpoint, StopTraining, every, stop, stop_on_nan
 from functional_booster.rank_failure import RankFailure
 
+pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes
+
 ROWS = 4  # of a global batch
 
 

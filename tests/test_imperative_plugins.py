@@ -118,8 +118,7 @@ class Twins:
             torch.testing.assert_close(ours[name], value, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize(("plugin", "ranks"), [*((plugin, 4) for plugin in PLUGINS), ("zero1", 8)])
 def test_steps_on_a_virtual_mesh_are_those_of_plain_pytorch(plugin: str, ranks: int) -> None:
     """Groups, a schedule, clipping, accumulation with and without no_sync, batch statistics over all ranks."""
     twins = Twins(PLUGINS[plugin](), fb.virtual_mesh(ranks), adamw if ranks < 8 else sgd)
@@ -136,7 +135,7 @@ def test_steps_on_a_virtual_mesh_are_those_of_plain_pytorch(plugin: str, ranks: 
     twins.assert_same()
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "zero1-offload", "fsdp", "gemini"])
+@pytest.mark.parametrize("plugin", ["ddp", "gemini"])
 def test_one_process_is_a_mesh_too(plugin: str) -> None:
     twins = Twins(PLUGINS[plugin](), None, adamw)
     for step in range(3):
@@ -273,8 +272,7 @@ def test_weights_written_by_hand(plugin: str) -> None:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
-@pytest.mark.parametrize("plugin", SPLITTING)
+@pytest.mark.parametrize(("plugin", "ranks"), [("ddp", 2), ("zero1", 2), ("fsdp", 8), ("gemini-half", 2)])
 def test_runs_go_on_under_another_plugin(plugin: str, ranks: int) -> None:
     """State dicts are whole, in the module's own names; so are the moments of a torch optimizer that has begun."""
     twins = Twins(PLUGINS[plugin](), fb.virtual_mesh(ranks), adamw)
@@ -343,7 +341,7 @@ def test_the_module_gets_the_whole_weights() -> None:
         torch.testing.assert_close(module.state_dict()[name], value, **EXACT)
 
 
-@pytest.mark.parametrize("plugin", SPLITTING)
+@pytest.mark.parametrize("plugin", ("ddp", "fsdp"))
 def test_a_hugging_face_model_trains_by_its_own_loss(plugin: str) -> None:
     """Its output keeps its type; the loss is the mean over ranks, logits are those of the batch."""
 

@@ -90,9 +90,10 @@ def on_a_process(plugin: Any, **options: Any) -> tuple[list[list[int]], list[lis
     return tuple(read(plugin, mesh, 4, 11, 2, shuffle=True, **options) for mesh in (None, booster.mesh))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("plugin", [fb.LowLevelZeroPlugin(extra_dp_size=2), fb.TorchFSDPPlugin()])
-def test_processes_share_a_data_set(plugin: Any) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_processes_share_a_data_set() -> None:
     """Uneven shares of the tail included; and going on in mid-epoch equals never having stopped."""
+    plugin = fb.LowLevelZeroPlugin(extra_dp_size=2)
     ends = run_on_ranks(2, on_a_process, plugin)
     for by_processes, by_mesh in ends:
         assert by_processes == by_mesh

@@ -12,6 +12,7 @@ import torch
 
 from functional_booster.optim.validate import check_integer
 from functional_booster.precision import Policy, policy_of
+from functional_booster.sharding.mesh import Mesh
 
 
 def ignore(plugin: Any, *names: str) -> None:
@@ -30,6 +31,12 @@ def refuse(plugin: Any, **reasons: str) -> None:
         value, default = getattr(plugin, name), _default(plugin, name)
         if value != default:
             raise ValueError(f"{name}: {value!r} is not supported, expected {default!r}: {reason}")
+
+
+def check_replicas(extra_dp_size: int, mesh: Mesh) -> None:
+    """Raise ValueError where a mesh of axes by name has other replicas than the argument says."""
+    if extra_dp_size not in (1, mesh.extent("extra_dp")):
+        raise ValueError(f"extra_dp_size: {extra_dp_size}, but the axis 'extra_dp' has another size: {mesh}")
 
 
 def shown(plugin: Any) -> str:

@@ -125,6 +125,7 @@ class GeminiPlugin:
 
     def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
         """The chunks, each split over "dp"."""
+        arguments.check_replicas(self.extra_dp_size, mesh)
         planned = units.layout(abstract, labels, self._packed, mesh, ("dp",))
         return units.on_host(planned, chunks.leading(planned, self.offload_optim_frac))
 

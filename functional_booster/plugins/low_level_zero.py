@@ -90,6 +90,7 @@ class LowLevelZeroPlugin:
 
     def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
         """Buckets of whole blocks, each split over "dp"."""
+        arguments.check_replicas(self.extra_dp_size, mesh)
         least = int(self.reduce_bucket_size_in_m * 2**20) * 4
         planned = units.layout(abstract, labels, partial(units.merged, least=least), mesh, ("dp",))
         return units.on_host(planned, planned.buckets) if self.cpu_offload else planned

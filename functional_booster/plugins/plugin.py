@@ -91,9 +91,4 @@ def plan(plugin: Any, mesh: Any, device_type: str) -> Plan:
         raise TypeError(f"mesh: {type(mesh).__name__}, expected fb.virtual_mesh(...) or a torch DeviceMesh")
     if mesh.unnamed:
         return Plan(plugin, Mesh(tuple(plugin.axes(mesh.size).items())))
-    own = plugin.axes(mesh.size)
-    laid_out = mesh.with_axes(tuple(own), type(plugin).__name__)
-    replicas = getattr(plugin, "extra_dp_size", 1)
-    if replicas > 1 and dict(laid_out.axes) != dict(own):
-        raise ValueError(f"mesh: {laid_out}, but extra_dp_size={replicas} lays {mesh.size} ranks out as {dict(own)}")
-    return Plan(plugin, laid_out)
+    return Plan(plugin, mesh.with_axes(tuple(plugin.axes(mesh.size)), type(plugin).__name__))

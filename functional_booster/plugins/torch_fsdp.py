@@ -83,7 +83,11 @@ class TorchFSDPPlugin:
         if self.sharding_strategy == "NO_SHARD":
             return {"dp": ranks, "fsdp": 1}
         local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if "HYBRID" in self.sharding_strategy else ranks
-        return {"dp": ranks // local, "fsdp": local} if ranks % local == 0 else {"dp": 1, "fsdp": ranks}
+        if ranks % local:
+            raise ValueError(
+                f"sharding_strategy: {self.sharding_strategy}, but {ranks} ranks are not {local} a machine"
+            )
+        return {"dp": ranks // local, "fsdp": local}
 
     def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
         """A bucket a unit, split over "fsdp"."""
