@@ -3,6 +3,8 @@
 The processes are forked once, at the first call, from one that has imported the package; they serve every test of this
 pytest process. Each call gets a new process group, so that no call sees what another one left. Nothing hangs: a rank
 that dies, or does not answer in time, is an error that says so, after which others are forked.
+
+``run_as_scripts`` runs ranks that end as scripts do, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import functools
+import json
 import multiprocessing
 import operator
 import os
 import pickle
+import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -93,6 +99,33 @@ def stop(number: int | None = None) -> None:
     for worker in _workers[:number]:
         worker.stop()
     del _workers[:number]
+
+
+def run_as_scripts(folder: Path, scenario: str, world: int, **options: Any) -> list[tuple[int | str, str]]:
+    """(exit status, all that was written) of each rank of a scenario of ``workers/ranks.py``.
+
+    The status is negative for a signal, "hung" for a rank that had to be ended.
+    """
+    request = {"scenario": scenario, "world": world, "port": free_port(), "folder": str(folder), **options}
+    nursery = _nursery()
+    assert nursery.stdin is not None and nursery.stdout is not None
+    nursery.stdin.write(json.dumps(request) + "\n")
+    nursery.stdin.flush()
+    statuses = json.loads(nursery.stdout.readline())
+    return [(status, (folder / f"{rank}.txt").read_text()) for rank, status in enumerate(statuses)]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    """The process that forks them, which ends with this one's end of its input."""
+    command = [sys.executable, "-u", str(Path(__file__).parent / "workers" / "ranks.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 class _Worker:

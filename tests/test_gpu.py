@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +111,12 @@ def test_a_batch_on_the_cpu_is_refused() -> None:
     state = booster.init(model, tx, key=fb.random.key(0))
     with pytest.raises(ValueError, match=r"batch\.input_ids is on cpu, the state on cuda:0"):
         booster.train_step(model.loss, tx)(state, {"input_ids": torch.zeros(1, 4, dtype=torch.int64)})
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_plugins_on_two_gpus() -> None:
+    """Every plugin over NCCL equals one device; offloaded ones too."""
+    worker = Path(__file__).parent / "workers" / "nccl_plugins.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -341,7 +341,7 @@ def test_the_module_gets_the_whole_weights() -> None:
         torch.testing.assert_close(module.state_dict()[name], value, **EXACT)
 
 
-@pytest.mark.parametrize("plugin", ("ddp", "fsdp"))
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
 def test_a_hugging_face_model_trains_by_its_own_loss(plugin: str) -> None:
     """Its output keeps its type; the loss is the mean over ranks, logits are those of the batch."""
 

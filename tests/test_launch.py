@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import free_port, run_as_scripts
 
 from functional_booster.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 HEAD = """
-import random, sys
+import random
 import numpy as np, torch, torch.distributed as dist
 from functional_booster.launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 """
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
-def environment(**variables: object) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    return {**clean, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
-
-
-def start(program: str, *args: object, **variables: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", HEAD + program, *map(str, args)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment(**variables))
-
-
-def test_ranks_meet_where_they_are_told_and_leave_silently() -> None:
+def test_ranks_meet_where_they_are_told_and_leave_silently(tmp_path: Path) -> None:
     """Another launch at the same place is the same one; at another it is refused. ``seed`` makes draws repeat."""
     program = """
-rank, port = int(sys.argv[1]), int(sys.argv[2])
 random.seed(5); np.random.seed(5); torch.manual_seed(5)
 launch(rank, 2, "127.0.0.1", port, seed=None, timeout=60)
 untouched = random.random(), np.random.rand(), torch.rand(()).item()
@@ -62,14 +41,14 @@ except RuntimeError as error:
     print(error)
 """
     port = free_port()
-    ranks = [start(program, rank, port) for rank in range(2)]
-    for rank, process in enumerate(ranks):
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        assert f"{rank} 2 gloo 3.0" in out
+    ends = run_as_scripts(tmp_path, "program", 2, program=HEAD + program, environ={}, port=port)
+    for rank, (status, output) in enumerate(ends):
+        assert status == 0, output
         refused = f"torch.distributed is initialized as rank {rank} of 2, expected rank {1 - rank} of 2"
-        assert refused in out and "destroy_process_group() first" in out
-        assert err == (f"2 ranks, backend cpu:gloo,cuda:gloo, at 127.0.0.1:{port}\n" if rank == 0 else "")
+        told = [f"2 ranks, backend cpu:gloo,cuda:gloo, at 127.0.0.1:{port}"] * (rank == 0)
+        *others, last = sorted(output.splitlines(), key=lambda line: line.startswith("torch.distributed"))
+        assert {*others} == {*told, f"{rank} 2 gloo 3.0"} and len(others) == len(told) + 1, output
+        assert last.startswith(refused) and "destroy_process_group() first" in last
 
 
 def test_torchrun(tmp_path: Path) -> None:
@@ -84,25 +63,23 @@ dist.all_reduce(x)
 print(f"sum {x.item()}\\n", end="", flush=True)
 """
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "sum 3.0\n" * 2
-    assert "RankFailure" not in done.stderr and "Traceback" not in done.stderr
+    ((status, output),) = run_as_scripts(tmp_path, "torchrun", 1, path=str(program), deadline=200)
+    assert status == 0, output
+    assert output.count("sum 3.0\n") == 2
+    assert "RankFailure" not in output and "Traceback" not in output
 
 
-def test_other_launchers_by_their_variables() -> None:
+def test_other_launchers_by_their_variables(tmp_path: Path) -> None:
     program = """
 for call in launch_from_slurm, launch_from_openmpi:
-    call("127.0.0.1", int(sys.argv[1]))
+    call("127.0.0.1", port, verbose=False)
     print(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
 """
-    slurm = {"SLURM_PROCID": 0, "SLURM_NPROCS": 1, "SLURM_LOCALID": 0}
-    mpi = {"OMPI_COMM_WORLD_RANK": 0, "OMPI_COMM_WORLD_SIZE": 1, "OMPI_COMM_WORLD_LOCAL_RANK": 0}
-    process = start(program, free_port(), **slurm, **mpi)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (0, "0 1\n" * 2), err
+    slurm = {"SLURM_PROCID": "0", "SLURM_NPROCS": "1", "SLURM_LOCALID": "0"}
+    mpi = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    (end,) = run_as_scripts(tmp_path, "program", 1, program=HEAD + program, environ=slurm | mpi)
+    assert end == (0, "0 1\n" * 2)
 
 
 def test_without_a_launcher_the_missing_variables_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,38 +60,44 @@ class LocalSGD:
 SGD = fb.optim.sgd(0.1)
 
 
+PROBLEM = testing.small(8, tx=SGD, max_norm=None)
+APART = ["grad_norm"]
+
+
 @pytest.mark.parametrize("law", testing.LAWS, ids=lambda law: law.__name__)
 def test_with_a_mean_at_every_step_it_is_plain_sgd(law: Any) -> None:
-    testing.check_plugin(LocalSGD(every=1), laws=[law], tx=SGD, clip=False, apart=["grad_norm"], max_examples=3)
+    law(LocalSGD(every=1), fb.virtual_mesh(4), replace(PROBLEM, apart=frozenset(APART)))
 
 
-PROBLEM = testing.small(8, tx=SGD, max_norm=None)
+def test_it_is_so_on_drawn_meshes_models_and_splits() -> None:
+    laws = [testing.step_equals_one_device, testing.accumulation_equals_whole_batch]
+    testing.check_plugin(LocalSGD(every=1), laws=laws, tx=SGD, clip=False, apart=APART, max_examples=3)
 
 
 def loss_fn(params: Any, batch: Any) -> Any:
     return PROBLEM.loss_fn(params, batch, None)
 
 
-def trained(steps: int, every: int) -> fb.TrainState:
+def trained(steps: int, every: int) -> list[fb.TrainState]:
+    """The state after each step."""
     booster = fb.Booster(device="cpu", plugin=LocalSGD(every), mesh=fb.virtual_mesh(2))
-    state = booster.init(PROBLEM.model, SGD, key=PROBLEM.key)
-    step = booster.train_step(loss_fn, SGD, jit=False)
+    states = [booster.init(PROBLEM.model, SGD, key=PROBLEM.key)]
+    step = booster.train_step(loss_fn, SGD, jit=False, donate=False)
     for _ in range(steps):
-        state, _ = step(state, PROBLEM.batch)
-    return state
+        states.append(step(states[-1], PROBLEM.batch)[0])
+    return states[1:]
 
 
 def test_ranks_part_and_agree_when_it_is_due() -> None:
     apart = [
-        any(not torch.equal(*buffer) for buffer in trained(steps, every=3).storage.buffers.values())
-        for steps in range(1, 7)
+        any(not torch.equal(*buffer) for buffer in state.storage.buffers.values()) for state in trained(6, every=3)
     ]
     assert apart == [True, True, False, True, True, False]
 
 
 def test_between_means_each_rank_is_a_run_of_its_own() -> None:
     """Two steps of rank r are those of one device on r's rows, at a rate for their share of the weight."""
-    state = trained(2, every=3)
+    state = trained(2, every=3)[-1]
     weights = [int((rows != -100).sum()) for rows in PROBLEM.batch["y"].chunk(2)]
     for rank, weight in enumerate(weights):
         own = {name: leaf.chunk(2)[rank] for name, leaf in PROBLEM.batch.items()}
@@ -121,7 +127,7 @@ def test_ranks_skip_together() -> None:
 
 
 def equals_virtual_ranks() -> None:
-    testing.virtual_equals_real(LocalSGD(1), None, replace(PROBLEM, apart=frozenset({"grad_norm"})))
+    testing.virtual_equals_real(LocalSGD(1), None, replace(PROBLEM, apart=frozenset(APART)))
 
 
 def test_on_processes() -> None:

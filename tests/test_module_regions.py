@@ -20,7 +20,8 @@ from functional_booster.module_regions import repeated
 from functional_booster.sharding import region
 from functional_booster.sharding.environment import bind
 
-VOCABULARY, TOKENS, DEPTH = 19, 5, 3
+VOCABULARY, TOKENS = 19, 5
+DEPTH, LAYERS = 3, 2  # of stacks made here, of models that take long to trace
 SMALL: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2}
 TEXT = SMALL | {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 GROUPED = TEXT | {"num_key_value_heads": 1, "head_dim": 4}
@@ -72,7 +73,7 @@ def inputs_of(name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": fb.random.randint(KEY, (2, TOKENS), 3, VOCABULARY), "attention_mask": mask}
 
 
-def made(name: str, depth: int = DEPTH) -> Any:
+def made(name: str, depth: int = LAYERS) -> Any:
     torch.manual_seed(0)
     return MODELS[name](depth).double()
 
@@ -101,13 +102,13 @@ def lowered(fn: Callable[..., Any], *args: Any) -> Any:
     return low
 
 
-@pytest.mark.parametrize(("name", "train"), [*((name, True) for name in MODELS), ("gpt2", False)])
-def test_all_blocks_are_one_region_and_the_numbers_are_the_same(name: str, train: bool) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_all_blocks_are_one_region_and_the_numbers_are_the_same(name: str) -> None:
     """With padding, and with dropout: the masks are those of the call without regions."""
     model = fb.functionalize(made(name))
-    low = lowered(gradient(model, train), model.init(), inputs_of(name), KEY)
+    low = lowered(gradient(model, True), model.init(), inputs_of(name), KEY)
     assert len(low.regions) == 2  # a forward and a backward
-    assert calls(low.graph) == 2 * DEPTH
+    assert calls(low.graph) == 2 * LAYERS
 
 
 def test_the_graph_hardly_grows_with_depth() -> None:
@@ -117,27 +118,26 @@ def test_the_graph_hardly_grows_with_depth() -> None:
         kinds = [node for node in graph.nodes if node.op == "call_function"]
         return sum(getattr(node.target, "__name__", "") != "getitem" for node in kinds)
 
-    assert computed(4) - computed(2) <= 2 * 3  # of a layer: its key, its forward, its backward
+    assert computed(3) - computed(2) <= 3  # of a layer: its key, its forward, its backward
 
 
 def test_without_gradients_there_is_a_forward_alone() -> None:
     model = fb.functionalize(made("gpt2"))
     low = lowered(lambda params, inputs: model.apply(params, **inputs).logits, model.init(), inputs_of("gpt2"))
-    assert (len(low.regions), calls(low.graph)) == (1, DEPTH)
+    assert (len(low.regions), calls(low.graph)) == (1, LAYERS)
 
 
-@pytest.mark.parametrize(("name", "accumulate"), [("gpt2", 1), ("llama", 2)])
-def test_a_train_step_holds_one_region(name: str, accumulate: int) -> None:
+def test_a_train_step_holds_one_region() -> None:
     booster, tx = fb.Booster("cpu"), fb.optim.sgd(0.1)
-    model = fb.functionalize(made(name, 2))
+    model = fb.functionalize(made("gpt2"))
     state = booster.init(model, tx, key=KEY)
-    low = booster.train_step(model.loss, tx, accumulate=accumulate).lower(state, inputs_of(name))
-    assert (len(low.regions), calls(low.graph)) == (2, 2 * 2)
+    low = booster.train_step(model.loss, tx, accumulate=2).lower(state, inputs_of("gpt2"))
+    assert (len(low.regions), calls(low.graph)) == (2, 2 * LAYERS)
 
 
 def test_frozen_blocks() -> None:
     """They take no gradient: frozen and trained blocks are two regions."""
-    module = made("gpt2")
+    module = made("gpt2", DEPTH)
     module.transformer.h[1].requires_grad_(False)
     model = fb.functionalize(module)
     frozen, trained = fb.tree.partition(model.init(), lambda params: {name: ".h.1." in name for name in params})
@@ -289,10 +289,8 @@ def test_a_block_that_cannot_be_traced_apart_runs_as_it_is(what: str) -> None:
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda self, x: (plain(self, x), None),
         lambda self, x: (plain(self, x), {"more": (x, None)}),
-        lambda self, x: plain(self, x) + CONSTANT,
-        lambda self, x: plain(self, x) + self.average,
+        lambda self, x: plain(self, x) + CONSTANT + self.average,
     ],
 )
 def test_what_may_be_in_a_region(fn: Any) -> None:
@@ -374,7 +372,7 @@ def test_recorded_hidden_states_and_attentions_of_the_module() -> None:
     expected = module(**inputs, output_hidden_states=True).hidden_states
     model = fb.functionalize(module)
     low = fb.jit(lambda params, inputs: model.apply(params, **inputs).logits).lower(model.init(), inputs)
-    assert calls(low.graph) == DEPTH
+    assert calls(low.graph) == LAYERS
 
     def states(params: Any, inputs: Any) -> Any:
         return list(model.apply(params, **inputs, output_hidden_states=True).hidden_states)

@@ -1,4 +1,4 @@
-"""Our plugins obey the laws of ``functional_booster.testing``, on drawn meshes and models and on 64 ranks."""
+"""Our plugins obey the laws of ``functional_booster.testing``; steps also on drawn meshes and models, and 64 ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,19 @@ each_plugin = pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 @pytest.mark.parametrize("law", testing.LAWS, ids=lambda law: law.__name__)
 @each_plugin
 def test_law(plugin: Any, law: Callable[..., None]) -> None:
-    testing.check_plugin(plugin, laws=[law], max_examples=2)
+    """Every kind of leaf, AdamW, dropout and clipping, on four ranks."""
+    accumulate = 2 if law is testing.accumulation_equals_whole_batch else 1
+    law(plugin, fb.virtual_mesh(**plugin.axes(4)), testing.small(8), accumulate=accumulate)
 
 
 @each_plugin
-def test_sixty_four_ranks(plugin: Any) -> None:
+def test_drawn_meshes_models_and_splits(plugin: Any) -> None:
+    testing.check_plugin(plugin, laws=[testing.step_equals_one_device], max_examples=2)
+
+
+def test_sixty_four_ranks() -> None:
     """More ranks than most leaves have elements."""
+    plugin = fb.LowLevelZeroPlugin(stage=2, extra_dp_size=2)
     mesh = fb.virtual_mesh(**plugin.axes(64))
     problem = testing.small(128)
     testing.unshard_inverts_shard(plugin, mesh, problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,15 @@ def model() -> fb.Model:
     return fb.Model(lambda key: fb.initialize(abstract, key), lambda params: params, abstract)
 
 
+@functools.cache
 def state_of(case: str) -> fb.TrainState:
     plugin, mesh = CASES[case]
     return fb.Booster("cpu", plugin=plugin, mesh=mesh).init(model(), TX, key=fb.random.key(0))
+
+
+@functools.cache
+def figure_of(case: str) -> Figure:
+    return visualize.sharding(state_of(case))
 
 
 def rank_of(colour: Any, ranks: int) -> int:
@@ -66,7 +73,7 @@ def drawn(figure: Figure, ranks: int) -> dict[int, dict[int, tuple[float, float]
 def test_a_rank_holds_what_its_colour_covers(case: str) -> None:
     state = state_of(case)
     mesh = state.plan.mesh
-    rows = drawn(visualize.sharding(state), mesh.size)
+    rows = drawn(figure_of(case), mesh.size)
     named = [(part, bucket) for part in (state.storage, state.frozen) if part is not None for bucket in part.buffers]
     assert len(rows) == len(named)
     whole = fb.Booster("cpu", plugin=CASES[case][0], mesh=CASES[case][1]).full_params(state)
@@ -82,7 +89,7 @@ def test_a_rank_holds_what_its_colour_covers(case: str) -> None:
 def test_padding_is_hatched(case: str) -> None:
     state = state_of(case)
     hatched: dict[int, float] = {}
-    for collection in visualize.sharding(state).axes[0].collections:
+    for collection in figure_of(case).axes[0].collections:
         if collection.get_hatch():
             for path in collection.get_paths():
                 box = path.get_extents()
@@ -97,7 +104,7 @@ def test_an_abstract_state_looks_the_same_and_rows_are_named(tmp_path: Path) -> 
     booster = fb.Booster("cpu", plugin=CASES["fsdp"][0], mesh=CASES["fsdp"][1])
     figure = visualize.sharding(booster.abstract(model(), TX), tmp_path / "sharding.png")
     assert (tmp_path / "sharding.png").read_bytes().startswith(b"\x89PNG")
-    assert drawn(figure, 8) == drawn(visualize.sharding(state_of("fsdp")), 8)
+    assert drawn(figure, 8) == drawn(figure_of("fsdp"), 8)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["h.0", "h.0", "h.1", "h.1", "norm", "table"]
     assert figure.axes[0].get_title() == "TorchFSDPPlugin, 8 ranks"

@@ -25,7 +25,7 @@ MODEL = fb.models.gpt2(n_layer=3, n_head=2, n_embd=64, vocab_size=101, n_positio
 TX = fb.optim.adamw(1e-2, weight_decay=0.1)
 
 
-JITTED = ("ddp", "fsdp")
+JITTED = ("ddp", "zero-2", "fsdp")  # a compilation each
 
 
 def trained(plugin: Any, rows: torch.Tensor, accumulate: int, jit: bool) -> tuple[fb.tree.Tree, list[float]]:

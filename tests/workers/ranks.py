@@ -1,4 +1,5 @@
-"""Ranks that go wrong: for each line of its input this process forks the ranks of a scenario, and says how they ended.
+"""Ranks that go wrong, and others: for each line of its input this process forks the ranks of a scenario, and says how
+they ended.
 
 Each rank is a process of its own, that ends as a script does (sys.excepthook, atexit), its output in a file. Forking
 saves the imports.
@@ -20,12 +21,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run
 
 from functional_booster import watchdog
 from functional_booster.launch import launch
 from functional_booster.rank_failure import RankFailure
 
-DEADLINE = 40  # seconds after which a rank counts as hung
+DEADLINE = 40  # seconds after which a rank counts as hung, where the request says nothing else
 
 
 def train(steps: int) -> None:
@@ -174,6 +176,17 @@ def stuck_after_failure(request: dict) -> None:
         time.sleep(60)
 
 
+def program(request: dict) -> None:
+    """A program of the test's own, with variables of the environment."""
+    os.environ |= request["environ"]
+    exec(request["program"], {"rank": request["rank"], "port": request["port"]})
+
+
+def torchrun(request: dict) -> None:
+    """The launcher itself, which starts the ranks."""
+    run.main(["--standalone", "--nproc-per-node=2", request["path"]])
+
+
 def serve() -> dict | None:
     """Forks; returns the request in a rank, None at the end."""
     for line in sys.stdin:
@@ -186,14 +199,14 @@ def serve() -> dict | None:
                 os.dup2(out, 2)
                 return {**request, "rank": rank}
             ranks[pid] = rank
-        print(json.dumps(statuses(ranks)), flush=True)
+        print(json.dumps(statuses(ranks, request.get("deadline", DEADLINE))), flush=True)
     return None
 
 
-def statuses(ranks: dict[int, int]) -> list[int | str]:
+def statuses(ranks: dict[int, int], deadline: float) -> list[int | str]:
     """The exit statuses in order of rank, negative for a signal, "hung" for a rank that had to be ended."""
     ends: dict[int, int | str] = {}
-    until = time.monotonic() + DEADLINE
+    until = time.monotonic() + deadline
     while len(ends) < len(ranks):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
