@@ -62,8 +62,8 @@ class Booster:
         """A new TrainState, in fresh storage on the Booster's device.
 
         ``key`` (2,) int32 makes the parameters (``model.init(key)``) and every draw of the training that follows;
-        ``params`` starts from given weights instead. Raises ValueError with the whole list of names where ``params``
-        does not fit the model.
+        ``params`` starts from given weights instead. On processes, each must call it, and the first one's values hold.
+        Raises ValueError with the whole list of names where ``params`` does not fit the model.
         """
         if not isinstance(model, Model):
             raise TypeError(
@@ -147,7 +147,7 @@ class Booster:
 
             return Replicated(assemble(whole(storage), None if frozen is None else whole(frozen)))
 
-        with torch.no_grad(), _guarded("full_params", state):
+        with _off_the_tape(), _guarded("full_params", state):
             return tree.map(torch.clone, spmd(local, mesh)(state.storage, state.frozen))
 
     def shard(self, params: Tree, like: TrainState) -> TrainState:
@@ -208,7 +208,8 @@ class Booster:
         device, mesh, buffers = self.device, self.plan.mesh, model.buffers()
         if not graph.is_tracing():  # processes may have built the module, or drawn the key, each for itself
             here = tree.map(lambda leaf: leaf.to(device), (params, buffers, key))
-            params, buffers, key = shards.of_the_first(here, mesh)
+            with watchdog.guard("init") if mesh.across else contextlib.nullcontext():
+                params, buffers, key = shards.of_the_first(here, mesh)
         typed = tree.map(lambda leaf, info: leaf.detach().to(info.dtype), params, model.abstract)
         placed = tree.map(lambda leaf: leaf.to(device, copy=True), cast(typed, self.policy.param))
         described = tree.map(
@@ -248,7 +249,7 @@ def _laid_out(
     def local(whole: Tree) -> tuple[flat.Flat | None, ...]:
         return tuple(None if flats is None else shards.part(flats) for flats in disassemble(whole, *layouts))
 
-    with torch.no_grad():
+    with _off_the_tape():
         storage, frozen = own(spmd(local, plan.mesh)(Replicated(params)))
         return shards.at_home(storage, pin=True), None if frozen is None else shards.at_home(frozen, pin=True)
 
@@ -378,10 +379,15 @@ def _without_tape(fn: Callable[..., Any]) -> Callable[..., Any]:
         leaves = tree.leaves(args)
         if any(map(consumed_by, leaves)):
             refuse_consumed(tree.names(args), leaves)
-        with contextlib.nullcontext() if graph.transforms() or graph.is_tracing() else torch.no_grad():
+        with _off_the_tape():
             return fn(*args)
 
     return wrapped
+
+
+def _off_the_tape() -> contextlib.AbstractContextManager[Any]:
+    """Off autograd's tape, unless a transform looks on: what fb.grad differentiates is on its own."""
+    return contextlib.nullcontext() if graph.transforms() or graph.is_tracing() else torch.no_grad()
 
 
 def _guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContextManager[None]:

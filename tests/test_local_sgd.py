@@ -66,7 +66,7 @@ APART = ["grad_norm"]
 
 @pytest.mark.parametrize("law", testing.LAWS, ids=lambda law: law.__name__)
 def test_with_a_mean_at_every_step_it_is_plain_sgd(law: Any) -> None:
-    law(LocalSGD(every=1), fb.virtual_mesh(4), replace(PROBLEM, apart=frozenset(APART)))
+    law(LocalSGD(every=1), fb.virtual_mesh(dp=4), replace(PROBLEM, apart=frozenset(APART)))
 
 
 def test_it_is_so_on_drawn_meshes_models_and_splits() -> None:

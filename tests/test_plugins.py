@@ -454,3 +454,19 @@ def test_what_is_offloaded_stays_on_the_host(
 
 def _is_flat(node: Any) -> bool:
     return isinstance(node, Flat)
+
+
+@pytest.mark.parametrize("plugin", [fb.TorchDDPPlugin(), fb.LowLevelZeroPlugin(stage=2), fb.TorchFSDPPlugin()])
+def test_gradients_flow_through_the_layout(plugin: Plugin) -> None:
+    """``shard`` and ``full_params`` are the ways in and out of a state by the parameter tree."""
+    booster = fb.Booster("cpu", plugin=plugin, mesh=virtual_mesh(4))
+    model = fb.models.gpt2(n_layer=1, n_head=1, n_embd=4, vocab_size=5, n_positions=3)
+    state = booster.init(model, fb.optim.sgd(0.1), key=fb.random.key(0))
+
+    def there_and_back(params: fb.tree.Tree) -> torch.Tensor:
+        back = booster.full_params(booster.shard(params, like=state))
+        return sum(leaf.square().sum() for leaf in fb.tree.leaves(back)) / 2
+
+    params = booster.full_params(state)
+    for got, leaf in zip(fb.tree.leaves(fb.grad(there_and_back)(params)), fb.tree.leaves(params), strict=True):
+        torch.testing.assert_close(got, leaf)

@@ -39,14 +39,23 @@ def meshes(draw: st.DrawFn, plugin: Plugin | None = None, max_ranks: int = 8) ->
     if plugin is None:
         names = draw(st.permutations(_NAMES))[: draw(st.integers(1, len(_NAMES)))]
         return virtual_mesh(**dict(zip(names, draw(_factors(len(names), max_ranks)), strict=True)))
-    axes = draw(st.sampled_from(_layouts(plugin, max_ranks)))
+    axes = own = draw(st.sampled_from(_layouts(plugin, max_ranks)))
     if draw(st.booleans()):
         rest = math.prod(axes[name] for name in plugin.data_axes)
         for name in draw(st.permutations(plugin.data_axes)):
             axes = {**axes, name: draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0]))}
             rest //= axes[name]
         axes = {**axes, name: axes[name] * rest}
-    return virtual_mesh(**axes)
+    return virtual_mesh(**(axes if _accepts(plugin, axes) else own))
+
+
+def _accepts(plugin: Plugin, axes: dict[str, int]) -> bool:
+    """Whether the plugin's own arguments leave room for these sizes."""
+    try:
+        plugin.layout({"leaf": ArrayInfo((1,))}, {"leaf": ()}, virtual_mesh(**axes))
+    except ValueError:
+        return False
+    return True
 
 
 def _layouts(plugin: Plugin, max_ranks: int) -> list[dict[str, int]]:
