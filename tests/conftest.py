@@ -13,7 +13,7 @@ import torch
 from hypothesis import settings
 
 settings.register_profile("dev", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True, database=None, max_examples=50, print_blob=True)
+settings.register_profile("ci", deadline=None, derandomize=True, database=None, max_examples=25, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
