@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from functional_booster.sharding.region import outlined, region
 from .module_mode import ModuleMode
 from .skeleton import Skeleton, Values
 
+log = logging.getLogger(__name__)
 Tree = tree.Tree
 Attribute = tuple[int, str]  # of the n-th of a block's modules, by name
 State = dict[Attribute, Any]
@@ -79,8 +81,10 @@ def _through(traces: _Traces, mode: ModuleMode, block: nn.Module) -> Callable[..
     def call(*args: Any, **kwargs: Any) -> Any:
         with mode.block():
             if traces.possible and _outlined() and _is_plain((args, kwargs)):
-                with contextlib.suppress(Exception):  # its own errors, the forward raises again
+                try:
                     return traces.call(block, forward, mode.key, args, kwargs)
+                except Exception as error:  # its own errors, the forward raises again
+                    log.info("%s runs inline, as no region: %s: %s", type(block).__name__, type(error).__name__, error)
                 traces.possible = False
             return forward(*args, **kwargs)
 

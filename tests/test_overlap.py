@@ -132,23 +132,26 @@ def test_a_graph_without_collectives_stays() -> None:
 
 
 def test_what_reads_the_old_value_stays_before_the_write() -> None:
-    """Donated storage is written in place at the graph's end; the graph is run, on one process of one group."""
+    """Donated storage is written in place at the graph's end; the graph is run, on one process of one group.
+
+    "a" is written first, and the others are made of what it was.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         group: Any = dist.group.WORLD
         mesh = Mesh((("dp", 1),), (group.group_name,), (0,))
 
         def fn(held: Any) -> Any:
-            x = held["x"]
-            return {"x": x - 0.1 * psum(x * x, "dp"), "before": x.to(torch.float64), "square": x.view(2, 2)}
+            x = held["a"]
+            return {"a": x - 0.1 * psum(x * x, "dp"), "before": x.to(torch.float64), "square": x.view(2, 2)}
 
         def local(held: Any) -> Any:
             module = fb.jit(fn, donate=0).lower(held).module
             module(*fb.tree.leaves(held))
             return held
 
-        held = {"x": torch.arange(4.0), "before": torch.zeros(4, dtype=torch.float64), "square": torch.zeros(2, 2)}
-        expected = spmd(fn, mesh)({"x": torch.arange(4.0)})
+        held = {"a": torch.arange(4.0), "before": torch.zeros(4, dtype=torch.float64), "square": torch.zeros(2, 2)}
+        expected = spmd(fn, mesh)({"a": torch.arange(4.0)})
         got = spmd(local, mesh)(held)
         for name, value in expected.items():
             assert torch.equal(got[name], value), name

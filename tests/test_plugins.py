@@ -470,3 +470,18 @@ def test_gradients_flow_through_the_layout(plugin: Plugin) -> None:
     params = booster.full_params(state)
     for got, leaf in zip(fb.tree.leaves(fb.grad(there_and_back)(params)), fb.tree.leaves(params), strict=True):
         torch.testing.assert_close(got, leaf)
+
+
+def test_buffers_that_no_rank_changed_stay_to_the_bit() -> None:
+    """On three ranks, whose mean of equal numbers is not always that number; what was changed becomes the mean."""
+    constant = torch.cat([torch.rand(64, generator=torch.Generator().manual_seed(0)), torch.tensor([-torch.inf, 0.0])])
+    old = {"constant": constant, "count": torch.tensor(3), "mean": torch.zeros(2)}
+
+    def local(old: fb.tree.Tree) -> Replicated:
+        rank = axis_index("dp")
+        new = {**old, "count": old["count"] + 1, "mean": old["mean"] + torch.stack([rank * 1.0, rank * 2.0])}
+        return Replicated(step.agreed(new, old, ("dp",)))
+
+    got = spmd(local, virtual_mesh(dp=3))(Replicated(old))
+    assert torch.equal(got["constant"], constant)
+    assert (got["count"].item(), got["mean"].tolist()) == (4, [1.0, 2.0])

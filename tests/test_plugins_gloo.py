@@ -189,3 +189,21 @@ def compiled_equals_eager() -> None:
 @pytest.mark.compiler
 def test_compiled_on_processes() -> None:
     run_on_ranks(2, compiled_equals_eager, timeout=280)
+
+
+def initialized_apart() -> Any:
+    """The parameters, the buffers and the key of a state, from a module and a key that differ by rank."""
+    torch.manual_seed(dist.get_rank())
+    norm = torch.nn.BatchNorm1d(5)
+    norm.running_mean = torch.full((5,), dist.get_rank() + 1.0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 5), norm)
+    booster, model = booster_of("fsdp"), fb.functionalize(module)
+    state = booster.init(model, fb.optim.sgd(0.1), key=fb.random.key(dist.get_rank()))
+    return model.init(), booster.full_params(state), state.buffers, state.key
+
+
+def test_processes_start_from_what_the_first_has() -> None:
+    (own, *first), (_, *second) = run_on_ranks(2, initialized_apart)
+    same(first[0], own)
+    same(second, first)
+    assert first[1]["1.running_mean"].tolist() == [1.0] * 5
