@@ -12,12 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import faulthandler
 import functools
 import json
 import multiprocessing
 import operator
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -86,11 +88,13 @@ def _answers(ranks: int, timeout: float) -> tuple[list[bytes], list[BaseExceptio
                 if failed is not None:
                     failures.append((failed, pickle.loads(answers[rank])))
                     ends = min(ends, time.monotonic() + _GRACE)
-    if waiting or any(worker.process.exitcode is not None for worker in _workers[:ranks]):
-        stop(ranks)
     if waiting and not failures:
-        missing = ", ".join(map(str, sorted(waiting.values())))
-        failures.append((0.0, RankError(f"no answer within {timeout:g} seconds from rank {missing} of {ranks}")))
+        missing = sorted(waiting.values())
+        where = "".join(f"\nrank {rank} was here:\n{_workers[rank].stacks()}" for rank in missing)
+        named = ", ".join(map(str, missing))
+        failures.append((0.0, RankError(f"no answer within {timeout:g} seconds from rank {named} of {ranks}{where}")))
+    if waiting or failures:  # what a failed rank leaves behind (a count of groups, say) must not reach the next call
+        stop(ranks)
     return answers, [error for _, error in sorted(failures, key=operator.itemgetter(0))]
 
 
@@ -154,6 +158,13 @@ class _Worker:
         status = self.process.exitcode
         return RankError(f"rank {rank} of {ranks} died with exit status {status}; what it wrote:\n{written}")
 
+    def stacks(self) -> str:
+        """Where the threads of a process that does not answer are."""
+        before = os.path.getsize(self.log.name)
+        os.kill(self.process.pid or 0, signal.SIGUSR1)
+        time.sleep(_GRACE)
+        return Path(self.log.name).read_text(errors="replace")[before:]
+
     def stop(self) -> None:
         self.process.kill()
         self.process.join()
@@ -175,6 +186,7 @@ def serve(connection: Connection, log: str) -> None:
     written = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)
     os.dup2(written, 2)
+    faulthandler.register(signal.SIGUSR1)
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -207,6 +219,7 @@ def _call(rank: int, ranks: int, store: str, timeout: float, job: bytes) -> Answ
             world_size=ranks,
             timeout=datetime.timedelta(seconds=timeout),
         )
+        dist.barrier()  # a rank that left before another one had connected would be taken for a dead one
         left.enter_context(warnings.catch_warnings())
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "`torch.jit.script.* is deprecated", DeprecationWarning)
