@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from functional_booster.kernels import random, tree
 from functional_booster.kernels.transforms import grad, grad_and_value, vjp, vmap
-from functional_booster.precision import Policy
+from functional_booster.precision import (
+    BF16MixedPrecision,
+    ConstantScaling,
+    DynamicScaling,
+    FP8MixedPrecision,
+    FP16ApexMixedPrecision,
+    FP16NaiveMixedPrecision,
+    FP16TorchMixedPrecision,
+    MixedPrecision,
+    Policy,
+)
 from functional_booster.sharding import checkpoint_policies, collectives, initializers
 from functional_booster.sharding.abstract import ArrayInfo, initialize
 from functional_booster.sharding.mesh import Mesh, spmd, virtual_mesh
@@ -31,12 +41,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArrayInfo",
+    "BF16MixedPrecision",
     "Booster",
+    "ConstantScaling",
     "DonatedError",
+    "DynamicScaling",
+    "FP8MixedPrecision",
+    "FP16ApexMixedPrecision",
+    "FP16NaiveMixedPrecision",
+    "FP16TorchMixedPrecision",
     "GeminiPlugin",
     "Jitted",
     "LowLevelZeroPlugin",
     "Mesh",
+    "MixedPrecision",
     "Model",
     "P",
     "PartitionSpec",

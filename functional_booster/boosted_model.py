@@ -11,12 +11,10 @@ from torch import nn
 
 from functional_booster import step
 from functional_booster.kernels import random, tree
-from functional_booster.precision import cast, cast_arguments
-from functional_booster.sharding import environment
 from functional_booster.sharding.collectives import axis_index
 from functional_booster.sharding.mesh import Replicated
 
-from . import global_batch
+from . import forward_precision, global_batch
 from .imperative_run import Run
 
 Tree = tree.Tree
@@ -28,7 +26,8 @@ class BoostedModel(nn.Module):
     It takes and returns this process's batch, on a virtual mesh the global one (cut along dim 0 over the ranks, whose
     outputs are joined; of 0-d ones there is the mean). ``module`` is the module that was handed to ``boost``: the
     forward runs in its submodules' modes (``train``, ``eval``); its weights play no part, and ``unwrap()`` writes the
-    present ones into it. On a real mesh, each process must call what reads weights or runs the forward.
+    present ones into it. On a real mesh, each process must call what reads weights, where the plugin splits them, and
+    what runs the forward, but in eval mode on weights that are whole.
 
     ``parameters()`` are the weights as this rank stores them, whole or its part; on a virtual mesh those of all ranks,
     stacked. Gradients are ordinary autograd's; ``optimizer.backward`` brings their mean over ranks into ``.grad``.
@@ -48,24 +47,26 @@ class BoostedModel(nn.Module):
 
         def local(values: Tree, arguments: Any) -> tuple[Any, Tree]:
             params, before, key = values
-            with environment.bind(compute=run.policy.compute):
+            args, kwargs = forward_precision.inputs(run.precision, run.state, arguments)
+            with step.computing(run.precision, run.state):
                 outputs, buffers = run.model.apply(
-                    cast(params, run.policy.compute),
-                    *arguments[0],
+                    forward_precision.weights(run.precision, run.state, params),
+                    *args,
                     key=random.fold_in(key, axis_index(axes) if axes else 0),
                     train=modes,
                     buffers=before,
                     mutable=True,
-                    kwargs=arguments[1],
+                    kwargs=kwargs,
                 )
             written = {name: new for name, new in buffers.items() if training and new is not before[name]}
             with torch.no_grad():
                 agreed = step.agreed(written, {name: before[name] for name in written}, axes)
-            return cast_arguments(outputs, run.policy.output), Replicated(agreed)
+            return forward_precision.outputs(run.precision, run.state, outputs), Replicated(agreed)
 
         leaves = {name: leaf if name in run.buckets else Replicated(leaf) for name, leaf in run.leaves().items()}
         alike = Replicated(run.state.buffers), Replicated(random.fold_in(run.state.key, run.state.position))
-        outputs, written = global_batch.on_ranks(local, run.plan)((leaves, *alike), (args, kwargs))
+        with run.guarded("forward", training and run.shares_buffers):
+            outputs, written = global_batch.on_ranks(local, run.plan)((leaves, *alike), (args, kwargs))
         if training:
             buffers = {**run.state.buffers, **tree.map(torch.Tensor.detach, written)}
             run.state = run.state.replace(buffers=buffers, position=run.state.position + 1)
@@ -92,7 +93,7 @@ class BoostedModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The module's own state dict: copies of the present weights, whole, in the dtypes that they are stored in."""
         kwargs["keep_vars"] = True  # the tensors themselves, to know them by
-        values = self._values()
+        values = self._values("state_dict")
         own: dict[str, Any] = self._write(values).state_dict(*args, **kwargs)
         present = {id(tensor): values[name] for name, tensor in self._tensors().items()}
         for name, tensor in own.items():
@@ -103,10 +104,11 @@ class BoostedModel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load whole weights by the module's own names; on a mesh each rank takes its part.
 
-        Raises RuntimeError, with the whole list, where they do not fit.
+        Raises RuntimeError, with the whole list, where they do not fit; on processes, where not on one, all raise.
         """
-        run, module = self._run, self.unwrap()
-        result = module.load_state_dict(state_dict, strict=strict)
+        run, module = self._run, self._write(self._values("load_state_dict"))
+        with run.all_or_none("load_state_dict"):
+            result = module.load_state_dict(state_dict, strict=strict)
         names = {id(tensor): name for name, tensor in self._tensors().items()}
         for key, tensor in module.state_dict(keep_vars=True).items():
             if id(tensor) in names:
@@ -115,10 +117,11 @@ class BoostedModel(nn.Module):
 
     def unwrap(self) -> nn.Module:
         """The module that was handed to ``boost``, with the present weights and buffers, whole, written into it."""
-        return self._write(self._values())
+        return self._write(self._values("unwrap"))
 
-    def _values(self) -> dict[str, torch.Tensor]:
-        return {**self._run.weights(), **self._run.state.buffers}
+    def _values(self, what: str) -> dict[str, torch.Tensor]:
+        with self._run.guarded(what, self._run.is_split):
+            return {**self._run.weights(), **self._run.state.buffers}
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The module's own tensors by the names of the run's."""

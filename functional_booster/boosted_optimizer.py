@@ -44,13 +44,15 @@ class BoostedOptimizer:
 
         What a ``loss.backward()`` added up is synchronized by the next method of this optimizer that needs it.
         """
-        if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            given = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(f"loss: {given}, expected a 0-d tensor")
-        self._norm = None
-        loss.backward(inputs=self._run.leaves_of(inputs), retain_graph=retain_graph)
-        if not self._run.holding:
-            self._run.synchronize()
+        run = self._run
+        with run.guarded("backward", not run.holding or run.shares_buffers):
+            if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
+                given = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise TypeError(f"loss: {given}, expected a 0-d tensor")
+            self._norm = None
+            loss.backward(inputs=run.leaves_of(inputs), retain_graph=retain_graph)
+            if not run.holding:
+                run.synchronize()
 
     def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
         """Apply the gradients; where they are not finite nothing changes and ``skipped`` (0-d, 1 or 0) says so.
@@ -63,11 +65,13 @@ class BoostedOptimizer:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gradients = self._gradients()
-        if gradients:
-            self._update(gradients)
-        else:
-            self.skipped = torch.zeros(())
+        with self._run.guarded("optimizer step"):
+            gradients = self._gradients()
+            if gradients:
+                self._update(gradients)
+            else:
+                self.skipped = torch.zeros(())
+        self._run.steps += 1
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look whether a step was made
         return loss
 
@@ -76,10 +80,10 @@ class BoostedOptimizer:
         run = self._run
         values, before = {name: run.parameters[name].detach() for name in gradients}, self._state_for(gradients)
         max_norm = max_norm_under(run.plan.plugin, None) if self._norm is None else None
-        recipe = step.Recipe(_no_loss, _by_leaf(self._converted.tx), run.policy, max_norm=max_norm)
+        recipe = step.Recipe(_no_loss, _by_leaf(self._converted.tx), run.precision, max_norm=max_norm)
 
         def local(state: TrainState, gradients: flat.Flat) -> tuple[TrainState, Replicated]:
-            one, gradients = torch.ones_like(state.loss_scale), shards.on_device(gradients, state.step.device)
+            one, gradients = torch.ones_like(state.loss_scale.factor), shards.on_device(gradients, state.step.device)
             new, metrics = step.update(recipe, state, step.Sums(gradients, one, one, {}, state.buffers))
             return on_ranks(new), Replicated(metrics["skipped"])
 
@@ -94,7 +98,9 @@ class BoostedOptimizer:
             for name, value in values.items():
                 value.copy_(new.storage.buffers[run.buckets[name]])
         inner = {**before.inner, **new.opt_state.inner}
-        run.state = run.state.replace(step=new.step, opt_state=new.opt_state._replace(inner=inner))
+        run.state = run.state.replace(
+            step=new.step, loss_scale=new.loss_scale, opt_state=new.opt_state._replace(inner=inner)
+        )
         run.release()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -113,8 +119,9 @@ class BoostedOptimizer:
             raise ValueError(f"norm_type: {norm_type}, expected 2.0")
         if not max_norm > 0:
             raise ValueError(f"max_norm: {max_norm}, expected a positive number")
-        gradients = self._gradients()
-        norm = self._norm_of(gradients)
+        with self._run.guarded("clip_grad_by_norm"):
+            gradients = self._gradients()
+            norm = self._norm_of(gradients)
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the gradients' norm is {norm.item()}")
         factor = (max_norm / (norm + 1e-6)).clamp_max(1.0)
@@ -127,7 +134,9 @@ class BoostedOptimizer:
         """Clamp each gradient element to [-clip_value, clip_value]."""
         if not clip_value > 0:
             raise ValueError(f"clip_value: {clip_value}, expected a positive number")
-        for gradient in self._gradients().values():
+        with self._run.guarded("clip_grad_by_value"):
+            gradients = self._gradients()
+        for gradient in gradients.values():
             gradient.clamp_(-clip_value, clip_value)
 
     def get_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
@@ -136,20 +145,38 @@ class BoostedOptimizer:
             raise ValueError(f"norm_type: {norm_type}, expected 2.0")
         if self._norm is not None:
             return self._norm
-        return self._norm_of(self._gradients())
+        with self._run.guarded("get_grad_norm"):
+            return self._norm_of(self._gradients())
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the optimizer's state: whole tensors by name, and the hyperparameters of each param group."""
         run = self._run
         groups = [{k: copy.deepcopy(v) for k, v in group.items() if k != "params"} for group in self.param_groups]
-        state = tree.named_leaves(run.whole(run.state.opt_state.inner))
+        with run.guarded("optimizer state_dict", run.is_split):
+            state = tree.named_leaves(run.whole(run.state.opt_state.inner))
         return {"state": {name: value.clone() for name, value in state.items()}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` gave, under whatever plugin, as copies; on a mesh each rank takes its part.
 
-        Raises ValueError, with the whole list, where it does not fit.
+        Raises ValueError, with the whole list, where it does not fit; on processes, where not on one, all raise.
         """
+        before = [dict(group) for group in self.param_groups]
+        try:
+            with self._run.all_or_none("optimizer load_state_dict"):
+                state = self._loaded(state_dict)
+        except Exception:
+            for group, values in zip(self.param_groups, before, strict=True):
+                group.update(values)
+            raise
+        self._run.state = self._run.state.replace(opt_state=state)
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """The torch optimizer that was handed to ``boost``; its own state is that of before."""
+        return self.optimizer
+
+    def _loaded(self, state_dict: Mapping[str, Any]) -> FromTorchState:
+        """The state that ``state_dict`` holds, whose hyperparameters are then those of the param groups."""
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
             raise ValueError("state_dict: expected what state_dict() of a boosted optimizer gave: state, param_groups")
         run = self._run
@@ -172,22 +199,11 @@ class BoostedOptimizer:
             problems.append(f"param_groups: {len(groups)}, expected {len(self.param_groups)}")
         if problems:
             raise ValueError("the optimizer's state does not fit:\n  " + "\n  ".join(sorted(problems)))
-        before = [dict(group) for group in self.param_groups]
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update(copy.deepcopy(values))
-        try:
-            state = self._refreshed(state)
-        except (KeyError, ValueError):
-            for group, values in zip(self.param_groups, before, strict=True):
-                group.update(values)
-            raise
+        state = self._refreshed(state)
         loaded = [own(run.part(name, given[path], like=now)) for path, (name, now) in places.items()]
-        inner = tree.unflatten(tree.structure(state.inner), loaded)
-        run.state = run.state.replace(opt_state=state._replace(inner=inner))
-
-    def unwrap(self) -> torch.optim.Optimizer:
-        """The torch optimizer that was handed to ``boost``; its own state is that of before."""
-        return self.optimizer
+        return state._replace(inner=tree.unflatten(tree.structure(state.inner), loaded))
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """{name: gradient} of the optimizer's parameters that have one, synchronized."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,18 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_booster import checkpoint, imperative, optim, step, watchdog
 from functional_booster.kernels import flat, graph, random, transforms, tree
-from functional_booster.precision import Policy, cast
-from functional_booster.sharding import environment, shards
+from functional_booster.precision import ConstantScaling, MixedPrecision, Policy, cast
+from functional_booster.sharding import environment, shards, units
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, own, spmd
-from functional_booster.sharding.rows import microbatches, split_rows
+from functional_booster.sharding.rows import split_rows
 
-from .donation import consume, consumed_by, refuse_consumed
-from .jit import Jitted, jit
-from .lowered import Lowered
+from .jit import jit
 from .models.model import Model
-from .plugins import Plan, Plugin, max_norm_under, plan, policy_under
+from .plugins import Plan, Plugin, max_norm_under, plan, precision_under
 from .state import Abstract, TrainState, assemble, check_params, disassemble, on_ranks
+from .train_step import TrainStep, build, check, guarded, off_the_tape, without_tape
 
 Tree = tree.Tree
 
@@ -35,14 +33,15 @@ Tree = tree.Tree
 class Booster:
     """``Booster(device=None, mixed_precision=None, plugin=None)``, Colossal-AI's entry point; it keeps no state.
 
-    ``device``: where states live (None: the GPU if there is one, else the CPU). ``mixed_precision``: None, "fp32",
-    "bf16" or a Policy. ``plugin``: None, one device, or how to lay a run out over many ranks: over ``mesh`` (a
-    ``fb.virtual_mesh`` or a torch DeviceMesh), or, without one, over the processes of torch.distributed. Raises
-    ValueError for an unknown name or device and for ranks that the plugin cannot lay out, TypeError for other types.
+    ``device``: where states live (None: the GPU if there is one, else the CPU). ``mixed_precision``: None or "fp32" (as
+    the model is), "bf16", "fp16", "fp16_apex", "fp16_naive", "fp8", a MixedPrecision or a Policy. ``plugin``: None, one
+    device, or how to lay a run out over many ranks: over ``mesh`` (a ``fb.virtual_mesh`` or a torch DeviceMesh), or,
+    without one, over the processes of torch.distributed. Raises ValueError for an unknown name or device and for ranks
+    that the plugin cannot lay out, TypeError for other types.
     """
 
     device: Any = None
-    mixed_precision: str | Policy | None = None
+    mixed_precision: str | Policy | MixedPrecision | None = None
     plugin: Plugin | None = None
     mesh: Any = None
     plan: Plan = field(init=False, repr=False)
@@ -51,12 +50,17 @@ class Booster:
         object.__setattr__(self, "device", _device(self.device))
         object.__setattr__(self, "plan", plan(self.plugin, self.mesh, self.device.type))
         object.__setattr__(self, "mesh", self.plan.mesh if self.plugin is not None else None)
-        policy_under(self.plan.plugin, self.mixed_precision)
+        precision_under(self.plan.plugin, self.mixed_precision)
+
+    @property
+    def precision(self) -> MixedPrecision:
+        """How a step computes: the ``mixed_precision``, by name or not, with what the plugin says of it."""
+        return precision_under(self.plan.plugin, self.mixed_precision)
 
     @property
     def policy(self) -> Policy:
         """The dtypes that a step stores, computes and sums in."""
-        return policy_under(self.plan.plugin, self.mixed_precision)
+        return self.precision.policy
 
     def init(self, model: Model, tx: Any, *, key: torch.Tensor, params: Tree = None) -> TrainState:
         """A new TrainState, in fresh storage on the Booster's device.
@@ -106,19 +110,19 @@ class Booster:
         skipped, loss_scale, and aux.
         """
         max_norm = max_norm_under(self.plan.plugin, max_norm)
-        recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.policy, accumulate, max_norm, skip_nonfinite)
-        return _train_step(recipe, jit, donate)
+        recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.precision, accumulate, max_norm, skip_nonfinite)
+        return build(recipe, jit, donate)
 
     def eval_step(self, loss_fn: step.LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
         """The function ``(state, batch) -> metrics`` (loss, tokens, aux): no key, no dropout, no gradients, no change.
 
         The ``loss_fn`` of the training will do: own and functionalized models drop nothing here, ``train=True`` or not.
         """
-        policy = self.policy
+        precision = self.precision
 
         def local(state: TrainState, batch: Tree) -> Replicated:
-            params = step.gathered(policy, state.plan.plugin, step.prepare(policy, state))
-            with environment.bind(evaluating=True, compute=policy.compute):
+            params = step.gathered(precision, state.plan.plugin, step.prepare(precision.policy, state))
+            with environment.bind(evaluating=True), step.computing(precision, state):
                 loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
             weighted = {name: value * weight for name, value in aux.items()}
             sums = step.totals(step.Sums(None, loss, weight, weighted, None), state.plan.plugin.data_axes)
@@ -128,11 +132,11 @@ class Booster:
         def evaluate(state: TrainState, batch: Tree) -> step.Metrics:
             return spmd(local, state.plan.mesh)(on_ranks(state), batch)
 
-        run = _jit(evaluate) if jit else _without_tape(evaluate)
+        run = _jit(evaluate) if jit else without_tape(evaluate)
 
         def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
-            with _guarded("eval step", state):
-                _check(state, batch)
+            with guarded("eval step", state):
+                check(state, batch)
                 return run(state, split_rows(batch, state.plan.mesh, state.plan.plugin.data_axes))
 
         return eval_step
@@ -147,7 +151,7 @@ class Booster:
 
             return Replicated(assemble(whole(storage), None if frozen is None else whole(frozen)))
 
-        with _off_the_tape(), _guarded("full_params", state):
+        with off_the_tape(), guarded("full_params", state):
             return tree.map(torch.clone, spmd(local, mesh)(state.storage, state.frozen))
 
     def shard(self, params: Tree, like: TrainState) -> TrainState:
@@ -175,7 +179,7 @@ class Booster:
         """
         stream = random.key(0) if key is None else key
         boosted, handle, schedule = imperative.boost(
-            model, optimizer, lr_scheduler, self.policy, self.plan, lambda pure, tx: self.init(pure, tx, key=stream)
+            model, optimizer, lr_scheduler, self.precision, self.plan, lambda pure, tx: self.init(pure, tx, key=stream)
         )
         return boosted, handle, criterion, dataloader, schedule
 
@@ -211,7 +215,11 @@ class Booster:
             with watchdog.guard("init") if mesh.across else contextlib.nullcontext():
                 params, buffers, key = shards.of_the_first(here, mesh)
         typed = tree.map(lambda leaf, info: leaf.detach().to(info.dtype), params, model.abstract)
-        placed = tree.map(lambda leaf: leaf.to(device, copy=True), cast(typed, self.policy.param))
+        kept = _kept(self.precision, model, typed)
+        if self.precision.fp8 is not None:
+            self.precision.fp8.mark(typed)  # raises for a pattern that matches nothing
+        stored = tree.map_with_name(lambda n, leaf: leaf if n in kept else cast(leaf, self.policy.param), typed)
+        placed = tree.map(lambda leaf: leaf.to(device, copy=True), stored)
         described = tree.map(
             lambda leaf, info: ArrayInfo(
                 info.shape, leaf.dtype, info.spec, None, info.trainable and transforms.is_differentiable(leaf)
@@ -220,12 +228,11 @@ class Booster:
             model.abstract,
         )
         trained, frozen = tree.partition(described, tree.map(lambda info: info.trainable, described))
-        labels = tree.unflatten(tree.structure(trained), optim.leaf_labels(tx, trained))
-        plugin = self.plan.plugin
-        layout = plugin.layout(trained, labels, mesh)
-        alike = tree.map(lambda _: (), frozen)  # no optimizer tells frozen leaves apart
-        frozen_layout = plugin.layout(frozen, alike, mesh) if tree.leaves(frozen) else None
-        storage, still = _laid_out(placed, (layout, frozen_layout), self.plan)
+        layout = _layout(self.plan, trained, optim.leaf_labels(tx, trained), kept)
+        alike = [()] * len(tree.leaves(frozen))  # no optimizer tells frozen leaves apart
+        storage, still = _laid_out(
+            placed, (layout, _layout(self.plan, frozen, alike, kept) if alike else None), self.plan
+        )
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return TrainState(
             step=zero,
@@ -235,10 +242,25 @@ class Booster:
             opt_state=own(spmd(tx.init, mesh)(storage)),
             buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), buffers),
             key=key.to(device, copy=True),
-            loss_scale=torch.ones((), dtype=torch.float32, device=device),
+            loss_scale=(self.precision.scaling or ConstantScaling()).init(device),
             abstract=Abstract.of(described),
             plan=self.plan,
         )
+
+
+def _kept(precision: MixedPrecision, model: Model, params: Tree) -> frozenset[str]:
+    """The names of the leaves that keep their own dtype. Raises ValueError for a pattern that matches none."""
+    units.check_patterns("keep", precision.keep, params)
+    kept = {name for name in tree.names(params) if units.prefix(name, precision.keep) is not None}
+    return frozenset(kept | model.batch_norms if precision.keep_batch_norm else kept)
+
+
+def _layout(plan: Plan, abstract: Tree, labels: Sequence[Any], kept: frozenset[str]) -> flat.Layout:
+    """The plugin's layout, in which what keeps its dtype shares no bucket with what does not."""
+    pairs = zip(tree.names(abstract), labels, strict=True)
+    apart = [label if label is None or name not in kept else ("kept", label) for name, label in pairs]
+    layout = plan.plugin.layout(abstract, tree.unflatten(tree.structure(abstract), apart), plan.mesh)
+    return replace(layout, kept=tuple(name for name, slots in layout.buckets.items() if slots[0].name in kept))
 
 
 def _laid_out(
@@ -249,163 +271,12 @@ def _laid_out(
     def local(whole: Tree) -> tuple[flat.Flat | None, ...]:
         return tuple(None if flats is None else shards.part(flats) for flats in disassemble(whole, *layouts))
 
-    with _off_the_tape():
+    with off_the_tape():
         storage, frozen = own(spmd(local, plan.mesh)(Replicated(params)))
         return shards.at_home(storage, pin=True), None if frozen is None else shards.at_home(frozen, pin=True)
 
 
 _jit = jit  # the methods have an argument of this name
-
-
-@dataclass(frozen=True)
-class TrainStep:
-    """A training step: ``(state, batch) -> (state, metrics)``. ``lower`` shows its graph, ``compiles`` counts them."""
-
-    recipe: step.Recipe
-    donate: bool
-    prepare: Callable[..., Any]
-    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-    _described: dict[Any, step.Sums] = field(default_factory=dict, repr=False, compare=False)
-
-    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        with _guarded("train step", state, 1):
-            return self._run(state, batch)
-
-    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        whole, further, finish = self.parts
-        batches = self._microbatches(state, batch)
-        if len(batches) == 1:
-            return whole(state, batches[0])
-        prepared = self.prepare(state)
-        sums = self._zeros(state, prepared, batches[0])
-        for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
-            sums = further(sums, state, prepared, batches[index], microbatch)
-        del prepared  # the update is the other peak of memory
-        return finish(state, sums)
-
-    def lower(self, state: TrainState, batch: Tree) -> Lowered:
-        """The graph of this call, untouched by it; of the microbatch when there is accumulation.
-
-        On a virtual mesh the ranks are batched together and the graph has no collectives:
-        ``fb.explain(state, booster, tx=tx, loss_fn=loss_fn, batch=batch)`` shows one rank's graph, with them.
-        """
-        whole, further, _ = (part if isinstance(part, Jitted) else _jit(part) for part in self.parts)
-        batches = self._microbatches(state, batch)
-        if len(batches) == 1:
-            return whole.lower(state, batches[0])
-        prepared = self.prepare(state)
-        first = torch.zeros((), dtype=torch.int32, device=state.step.device)
-        return further.lower(self._zeros(state, prepared, batches[0]), state, prepared, batches[0], first)
-
-    def _zeros(self, state: TrainState, prepared: step.Prepared, microbatch: Tree) -> step.Sums:
-        """The sums to begin with; what they look like is found out once for each shape of the arguments."""
-        leaves, structure = tree.flatten((state, prepared, microbatch))
-        key = (structure, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves))
-        if key not in self._described:
-            self._described[key] = step.describe(self.recipe, state, prepared, microbatch)
-        return step.zeros(self._described[key], state)
-
-    def _microbatches(self, state: TrainState, batch: Tree) -> list[Tree]:
-        """The batch as the mesh's ranks take it, cut into microbatches."""
-        _check(state, batch)
-        mesh = state.plan.mesh
-        stacked = split_rows(batch, mesh, state.plan.plugin.data_axes)
-        return microbatches(stacked, self.recipe.accumulate, len(mesh.axes) if mesh.virtual else 0)
-
-    @property
-    def compiles(self) -> int:
-        """How many graphs were compiled so far."""
-        return sum(part.compiles for part in self.parts if isinstance(part, Jitted))
-
-
-def _train_step(recipe: step.Recipe, compiled: bool, donate: bool) -> TrainStep:
-    def prepare(state: TrainState) -> step.Prepared:
-        return spmd(functools.partial(step.prepare, recipe.policy), state.plan.mesh)(on_ranks(state))
-
-    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
-        def local(state: TrainState, batch: Tree) -> tuple[TrainState, Replicated]:
-            sums = step.gradients(recipe, state, step.prepare(recipe.policy, state), batch)
-            new, metrics = step.update(recipe, state, sums)
-            return on_ranks(new), Replicated(metrics)
-
-        return spmd(local, state.plan.mesh)(on_ranks(state), batch)
-
-    def microbatch(
-        sums: step.Sums, state: TrainState, prepared: step.Prepared, batch: Tree, index: torch.Tensor
-    ) -> step.Sums:
-        def local(sums: step.Sums, state: TrainState, *rest: Any) -> step.Sums:
-            return step.add(sums, step.gradients(recipe, state.replace(buffers=sums.buffers), *rest))
-
-        return spmd(local, state.plan.mesh)(sums, on_ranks(state), prepared, batch, Replicated(index))
-
-    def finish(state: TrainState, sums: step.Sums) -> tuple[TrainState, step.Metrics]:
-        def local(state: TrainState, sums: step.Sums) -> tuple[TrainState, Replicated]:
-            new, metrics = step.update(recipe, state, sums)
-            return on_ranks(new), Replicated(metrics)
-
-        return spmd(local, state.plan.mesh)(on_ranks(state), sums)
-
-    finish.__name__ = train_step.__name__
-    if compiled:
-        given = (0,) if donate else ()
-        parts = _jit(train_step, donate=given), _jit(microbatch, donate=0), _jit(finish, donate=given)
-    else:
-        parts = _eager(train_step, donate), _without_tape(microbatch), _eager(finish, donate)
-    # A cast or a gather for each buffer, once a step: nothing to compile there.
-    return TrainStep(recipe, donate, _without_tape(prepare), parts)
-
-
-def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
-    """``fn`` as it runs without jit; its first argument is consumed all the same, so that a mistake shows."""
-    run = _without_tape(fn)
-
-    @functools.wraps(fn)
-    def wrapped(state: TrainState, *rest: Any) -> Any:
-        result = run(state, *rest)
-        if not donate or graph.transforms() or graph.is_tracing():
-            return result
-        own = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
-        consume(state, [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)], fn.__name__)
-        return own
-
-    return wrapped
-
-
-def _without_tape(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn``, off autograd's tape, which a loop must not drag along: gradients through it are fb.grad's."""
-
-    @functools.wraps(fn)
-    def wrapped(*args: Any) -> Any:
-        leaves = tree.leaves(args)
-        if any(map(consumed_by, leaves)):
-            refuse_consumed(tree.names(args), leaves)
-        with _off_the_tape():
-            return fn(*args)
-
-    return wrapped
-
-
-def _off_the_tape() -> contextlib.AbstractContextManager[Any]:
-    """Off autograd's tape, unless a transform looks on: what fb.grad differentiates is on its own."""
-    return contextlib.nullcontext() if graph.transforms() or graph.is_tracing() else torch.no_grad()
-
-
-def _guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Around work that processes do together: where it fails on one, all raise. The step is ``ahead`` of the state's.
-
-    On a GPU the step is not told: the host does not wait for it.
-    """
-    mesh = state.plan.mesh if isinstance(state, TrainState) else None
-    if mesh is None or not mesh.across or graph.transforms() or graph.is_tracing():
-        return contextlib.nullcontext()
-    known = isinstance(state.position, torch.Tensor) and state.position.device.type == "cpu"
-    return watchdog.guard(what, int(state.position) + ahead if known else None)
-
-
-def _check(state: TrainState, batch: Tree) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state: {type(state).__name__}, expected a TrainState (booster.init makes one)")
-    step.check_batch(batch, state.step.device)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from functional_booster.kernels import flat, tree
+from functional_booster.precision import ConstantScaling
 from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, own, spmd
@@ -102,6 +103,11 @@ def _read(path: str | os.PathLike[str], like: TrainState, device: Any) -> dict[s
         raise ValueError(f"{path}: {data.name} is damaged: its checksum does not match")
     wanted = named_tensors(like)
     saved = manifest["leaves"]
+    fresh: dict[str, torch.Tensor] = {}
+    if "loss_scale" in saved:  # written before the scale had counters, when no run scaled its loss
+        fresh = tree.named_leaves({"loss_scale": ConstantScaling().init(device)})
+        saved = {name: leaf for name, leaf in saved.items() if name != "loss_scale"}
+        saved |= {name: _described(leaf) for name, leaf in fresh.items()}
     problems = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
     problems += [f"{name}: not in the model and optimizer" for name in saved if name not in wanted]
     for name in wanted.keys() & saved.keys():
@@ -114,7 +120,7 @@ def _read(path: str | os.PathLike[str], like: TrainState, device: Any) -> dict[s
         raise ValueError(f"{path} does not fit:\n  " + "\n  ".join(sorted(problems)))
     try:
         with safe_open(data, framework="pt", device=str(device)) as file:
-            tensors = {name: file.get_tensor(name) for name in wanted}
+            tensors = fresh | {name: file.get_tensor(name) for name in wanted if name not in fresh}
     except SafetensorError as error:
         raise ValueError(f"{path}: {data.name} is damaged: {error}") from error
     if wrong := next((name for name, leaf in tensors.items() if _described(leaf) != saved[name]), None):

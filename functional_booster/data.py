@@ -6,16 +6,16 @@ exactly what it would have read, and any batch can be looked at without running 
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import sysconfig
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from functional_booster.kernels import random
+from .sampler import shuffled
 
 Batch = dict[str, torch.Tensor]
 
@@ -98,10 +98,10 @@ def indices(position: int, batch_size: int, size: int, seed: int) -> torch.Tenso
     if position < 0:
         raise ValueError(f"position: {position}, expected a number of batches")
     epoch, start = divmod(position * batch_size, size)
-    here = _order(seed, epoch, size)[start : start + batch_size]
-    return (
-        here if len(here) == batch_size else torch.cat([here, _order(seed, epoch + 1, size)[: batch_size - len(here)]])
-    )
+    here = min(batch_size, size - start)
+    rows = shuffled(np.arange(start, start + here), size, seed, epoch)
+    then = shuffled(np.arange(batch_size - here), size, seed, epoch + 1)
+    return torch.from_numpy(np.concatenate([rows, then]))
 
 
 def batches(
@@ -130,11 +130,6 @@ def batches(
         return {"input_ids": ids, "labels": ids}
 
     return batch
-
-
-@functools.lru_cache(maxsize=4)
-def _order(seed: int, epoch: int, size: int) -> torch.Tensor:
-    return random.permutation(random.fold_in(random.key(seed), epoch), size)
 
 
 def _is_readable_text(file: Path) -> bool:

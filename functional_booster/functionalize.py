@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from functional_booster.kernels import graph
-from functional_booster.precision import cast_arguments
+from functional_booster.precision import cast_arguments, fp8
 from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import enter
@@ -22,6 +22,7 @@ from .models.model import Model
 from .module_mode import ModuleMode
 from .skeleton import Skeleton, Values
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _WRAPPERS = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
@@ -50,6 +51,7 @@ def functionalize(module: nn.Module) -> Model:
       bool}, as of ``named_modules``, sets each mode.
       Inside a step, floating-point arguments are cast to the dtype that its precision computes in.
       Under ``jit``, blocks that repeat (in a ModuleList or Sequential) are regions: traced and compiled once.
+      A parameter that is a ``precision.fp8.Fp8Weight`` is multiplied in fp8 by linear layers and ``x @ weight``.
     - ``buffers()`` copies every buffer, those outside the state dict too.
     - ``loss(params, batch, key=None, buffers=None)``, for Hugging Face causal language models, is the next-token loss
       of ``batch["input_ids"]`` (B, T) as (sum, weight); ``labels`` default to ``losses.labels_from`` of the tokens and
@@ -97,6 +99,15 @@ def functionalize(module: nn.Module) -> Model:
         loss=_next_token_loss(apply) if hf_attention.is_causal_lm(module) else None,
         config=hf_attention.config_of(module),
         name=forward.name,
+        batch_norms=_batch_norms(module),
+    )
+
+
+def _batch_norms(module: nn.Module) -> frozenset[str]:
+    """The names of the parameters of batch norms."""
+    norms = {name: part for name, part in module.named_modules() if isinstance(part, _BATCH_NORMS)}
+    return frozenset(
+        f"{name}.{own}" if name else own for name, part in norms.items() for own, _ in part.named_parameters()
     )
 
 
@@ -123,7 +134,7 @@ class _Forward:
                 faults.append(f"{name!r} is unexpected: it is tied to {self.tied[name]!r}")
             elif name not in expected:
                 faults.append(f"{name!r} is unexpected")
-            elif not isinstance(value, torch.Tensor):
+            elif not isinstance(fp8.plain(value), torch.Tensor):
                 faults.append(f"{name!r} is {type(value).__name__}, expected a tensor")
             elif tuple(value.shape) != expected[name].shape:
                 faults.append(f"{name!r} has shape {tuple(value.shape)}, expected {expected[name].shape}")
@@ -157,9 +168,10 @@ class _Forward:
             name: (enter(buffer, axes) if buffer.is_floating_point() else buffer).clone()
             for name, buffer in buffers.items()
         }
-        versions = {name: _version(value) for name, value in [*params.items(), *owned.items()]}
+        weights = {name: fp8.plain(value) for name, value in params.items()}
+        versions = {name: _version(value) for name, value in [*weights.items(), *owned.items()]}
         skeleton = self.template.skeleton
-        with skeleton.holding({**params, **owned}) as module, ModuleMode(module, key) as mode:
+        with skeleton.holding({**weights, **owned}) as module, ModuleMode(module, key, params) as mode:
             for part, training in zip(skeleton.owners, modes.values(), strict=True):
                 part.training = training
             module_regions.install(self.template.repeated, mode)
@@ -173,7 +185,7 @@ class _Forward:
                 if after[name] is not value or _version(value) != versions[name] or id(value) in mode.written
             ]
 
-        if changed := written(params):
+        if changed := written(weights):
             raise ValueError(f"the forward of {self.name} changes parameters in place: {', '.join(changed)}")
         if mutable:
             changed = written(owned)

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from functional_booster import optim
-from functional_booster.precision import Policy
+from functional_booster.precision import MixedPrecision
 
 from .boosted_model import BoostedModel
 from .boosted_optimizer import BoostedOptimizer, optimizer_state
 from .functionalize import functionalize
-from .imperative_run import start
+from .imperative_run import guarded, start
 from .models.model import Model
 from .plugins import Plan
 from .state import TrainState
@@ -48,12 +48,26 @@ def boost(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     lr_scheduler: Any,
-    policy: Policy,
+    precision: MixedPrecision,
     plan: Plan,
     init: Callable[[Model, optim.GradientTransformation], TrainState],
 ) -> tuple[BoostedModel, BoostedOptimizer | None, BoostedScheduler | None]:
     """The handles on a new run: model, optimizer and scheduler, None kept. On processes, all start from the first's
     weights."""
+    with guarded(plan, "boost"):
+        _check(module, optimizer, lr_scheduler)
+        model = functionalize(module)
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        converted = None if optimizer is None else from_torch(optimizer, names)
+        run = start(module, model, precision, plan, init)
+        if optimizer is None or converted is None:
+            return BoostedModel(run), None, None
+        run.state = run.state.replace(opt_state=optimizer_state(run, optimizer, converted))
+        handle = BoostedOptimizer(run, optimizer, converted)
+        return BoostedModel(run), handle, None if lr_scheduler is None else BoostedScheduler(lr_scheduler, handle)
+
+
+def _check(module: Any, optimizer: Any, lr_scheduler: Any) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"model: {type(module).__name__}, expected an nn.Module")
     if isinstance(module, BoostedModel):
@@ -67,18 +81,6 @@ def boost(
             raise ValueError("lr_scheduler: it belongs to an optimizer, but no optimizer was given")
         if lr_scheduler.optimizer is not optimizer:
             raise ValueError("lr_scheduler: it belongs to another optimizer than the one given")
-    model = functionalize(module)
-    names = {parameter: name for name, parameter in module.named_parameters()}
-    converted = None if optimizer is None else from_torch(optimizer, names)
-    run = start(module, model, policy, plan, init)
-    if optimizer is not None and converted is not None:
-        run.state = run.state.replace(opt_state=optimizer_state(run, optimizer, converted))
-    handle = None if optimizer is None or converted is None else BoostedOptimizer(run, optimizer, converted)
-    return (
-        BoostedModel(run),
-        handle,
-        None if handle is None or lr_scheduler is None else BoostedScheduler(lr_scheduler, handle),
-    )
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from functional_booster import optim
+from functional_booster import optim, watchdog
 from functional_booster.kernels import flat, transforms, tree
-from functional_booster.precision import Policy
+from functional_booster.precision import MixedPrecision, Policy
 from functional_booster.sharding import shards
 from functional_booster.sharding.collectives import psum
 from functional_booster.sharding.mesh import Replicated, own, spmd
@@ -35,15 +36,25 @@ class Run:
 
     The forward computes with ``leaves()``. On one device these are the parameters. Elsewhere they are whole leaves of
     autograd's, gathered when the parameters have changed, which keep what backward adds up until ``synchronize``.
+
+    What processes do together is ``guarded``, and nothing else is: a rank may do alone what needs no other one.
     """
 
     module: nn.Module
     model: Model
     state: TrainState
     parameters: dict[str, nn.Parameter]
-    policy: Policy
+    precision: MixedPrecision
     holding: bool = False  # inside no_sync
+    steps: int = 0  # of the optimizer; Python's count, since a device's must be waited for
     _gathered: _Gathered | None = field(default=None, init=False, repr=False)
+    _trained: list[bool] | None = field(default=None, init=False, repr=False)  # which, when ranks last found them alike
+
+    @property
+    def policy(self) -> Policy:
+        """The dtypes; gradients, which are not scaled when they travel, do so in float32 at least."""
+        policy = self.precision.policy
+        return replace(policy, reduce=None) if self.precision.scaling is not None else policy
 
     @property
     def plan(self) -> Plan:
@@ -54,6 +65,25 @@ class Run:
     def is_direct(self) -> bool:
         """Whether the parameters are autograd's own leaves: this process is the only rank, and all is on its device."""
         return _is_alone(self.plan) and not self.state.storage.layout.host
+
+    @functools.cached_property
+    def is_split(self) -> bool:
+        """Whether ranks share a leaf, so that they make it whole together."""
+        mesh = self.plan.mesh
+        return any(mesh.extent(axes) > 1 for axes in self.state.storage.layout.axes.values() if axes)
+
+    @property
+    def shares_buffers(self) -> bool:
+        """Whether a forward in training, and its backward, may be work of all ranks: they agree on what it writes."""
+        return bool(self.state.buffers)
+
+    def guarded(self, what: str, together: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Around work that processes do ``together``, on the way to the next step: where it fails on one, all raise."""
+        return guarded(self.plan, what, self.steps + 1, together)
+
+    def all_or_none(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Around what each process does by itself, between steps: where it fails on one, all raise."""
+        return watchdog.all_or_none(what, self.steps, alone=not self.plan.mesh.across)
 
     @functools.cached_property
     def buckets(self) -> dict[str, str]:
@@ -70,12 +100,13 @@ class Run:
         return flat.Flat({bucket: values.get(name) for name, bucket in self.buckets.items()}, layout)
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """What the forward computes with, by name: whole leaves. On processes, each must call it."""
+        """What the forward computes with, by name: whole leaves. On processes that split them, each must call it."""
         if self.is_direct:
             return dict(self.parameters)
         versions = tuple(parameter._version for parameter in self.parameters.values())
         if self._gathered is None or self._gathered.versions != versions:
-            gathered = self._gather(versions)
+            with self.guarded("gather", self.is_split):
+                gathered = self._gather(versions)
             for name, leaf in {} if self._gathered is None else self._gathered.leaves.items():
                 gathered.leaves[name].grad = leaf.grad
             self.release()
@@ -98,7 +129,8 @@ class Run:
 
         On processes, where each has a loss of its own, the mean over data ranks, as torch's DDP; a parameter that some
         ranks did not reach has zeros there, one that no rank reached has no gradient. On a virtual mesh, where the loss
-        is that of the global batch, the sum.
+        is that of the global batch, the sum. On GPUs the host waits for the device only where this rank did not reach
+        each parameter that is trained: what others reached decides then what is summed, and no rank can know it alone.
         """
         mesh, plugin = self.plan.mesh, self.plan.plugin
         if self.is_direct:
@@ -143,7 +175,7 @@ class Run:
         return [leaves.get(id(tensor), tensor) for tensor in ([inputs] if isinstance(inputs, torch.Tensor) else inputs)]
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The present parameters, whole, by name. On processes, each must call it."""
+        """The present parameters, whole, by name. On processes that split them, each must call it."""
         values = {name: parameter.detach() for name, parameter in self.parameters.items()}
         return {**values, **self.whole({name: values[name] for name in self.buckets})}
 
@@ -211,20 +243,27 @@ class Run:
             return _Gathered(prepared.buffers, named, {name: leaf.detach() for name, leaf in named.items()}, versions)
 
     def _pending(self) -> list[str]:
-        """The parameters for which a rank has something to synchronize. Raises RuntimeError, on every rank, where one
-        has and another cannot take part: it ran no forward since the last step."""
+        """The parameters for which a rank has something to synchronize.
+
+        Raises RuntimeError where one has and another cannot take part: it ran no forward since the last step, or trains
+        other parameters.
+        """
         leaves = {} if self._gathered is None else self._gathered.leaves
-        names = list(self.buckets)
-        flags = [name in leaves and leaves[name].grad is not None for name in names]
-        if not self.plan.mesh.virtual:
-            mine = torch.tensor([*flags, not leaves], dtype=torch.int32, device=self.state.step.device)
-            *flags, absent = spmd(lambda x: psum(x, self.plan.plugin.data_axes), self.plan.mesh)(mine).tolist()
-            if absent and any(flags):
-                raise RuntimeError(
-                    f"{absent} of {self.plan.mesh.size} ranks ran no forward since the last step, while others have "
-                    "gradients: every rank must run the same number of batches"
-                )
-        return [name for name, flag in zip(names, flags, strict=True) if flag]
+        names, mesh, device = list(self.buckets), self.plan.mesh, self.state.step.device
+        reached = [name in leaves and leaves[name].grad is not None for name in names]
+        if not mesh.virtual:
+            trained = [self.parameters[name].requires_grad for name in names]
+            told = torch.tensor([*reached, *trained, not leaves], dtype=torch.int32)
+            told = told.to(device, non_blocking=True)  # it is sent at once, where a blocking copy waits for the device
+            told = spmd(lambda x: psum(x, self.plan.plugin.data_axes), mesh)(told)
+            if device.type != "cpu" and any(reached) and reached == trained == self._trained:
+                return [name for name, flag in zip(names, reached, strict=True) if flag]  # no rank can have others
+            *flags, absent = told.tolist()
+            reached, counts = flags[: len(names)], dict(zip(names, flags[len(names) :], strict=True))
+            if any(reached):
+                _check_alike(counts, absent, mesh.extent(self.plan.plugin.data_axes))
+                self._trained = trained
+        return [name for name, flag in zip(names, reached, strict=True) if flag]
 
 
 @dataclass(frozen=True)
@@ -242,10 +281,17 @@ def _is_alone(plan: Plan) -> bool:
     return plan.mesh.size == 1 and not plan.mesh.virtual
 
 
+def guarded(
+    plan: Plan, what: str, step: int | None = None, together: bool = True
+) -> contextlib.AbstractContextManager[None]:
+    """Around work that the processes of a plan do ``together``: where it fails on one, all raise."""
+    return watchdog.guard(what, step) if plan.mesh.across and together else contextlib.nullcontext()
+
+
 def start(
     module: nn.Module,
     model: Model,
-    policy: Policy,
+    precision: MixedPrecision,
     plan: Plan,
     init: Callable[[Model, optim.GradientTransformation], TrainState],
 ) -> Run:
@@ -270,7 +316,18 @@ def start(
         name: nn.Parameter({**fixed, **stored}[name], requires_grad=own.requires_grad)
         for name, own in module.named_parameters()
     }
-    return Run(module, model, state, parameters, policy)
+    return Run(module, model, state, parameters, precision)
+
+
+def _check_alike(trained: Mapping[str, int], absent: int, ranks: int) -> None:
+    """Raise RuntimeError where ``absent`` of the ranks ran no forward, or some train a parameter that others do not."""
+    if absent:
+        raise RuntimeError(
+            f"{absent} of {ranks} ranks ran no forward since the last step, while others have gradients: every rank "
+            "must run the same number of batches"
+        )
+    if differing := [f"{name} ({count} of {ranks} ranks)" for name, count in trained.items() if 0 < count < ranks]:
+        raise RuntimeError(f"ranks train different parameters: {', '.join(differing)}")
 
 
 def _alone(plan: Plan, abstract: Tree) -> Tree:

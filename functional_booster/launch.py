@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from datetime import timedelta
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,10 +77,9 @@ def launch_from_torch(
 
     Raises RuntimeError, naming the missing environment variables, where it did not.
     """
-    remedy = "start the program with `torchrun --nproc_per_node=2 program.py`"
-    names = "RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK"
-    _require("launch_from_torch", (*names, "MASTER_ADDR"), remedy)
-    rank, world_size, port, local_rank = (_number(name) for name in names)
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"
+    _require("launch_from_torch", names, "torchrun --nproc_per_node=2 program.py")
+    rank, world_size, local_rank, port = map(_number, names[:4])
     launch(rank, world_size, os.environ["MASTER_ADDR"], port, backend, local_rank, seed, verbose, timeout)
 
 
@@ -96,9 +96,9 @@ def launch_from_slurm(
     Raises RuntimeError, naming the missing environment variables, where it did not.
     """
     names = "SLURM_PROCID", "SLURM_NPROCS", "SLURM_LOCALID"
-    _require("launch_from_slurm", names, "start the program with `srun --ntasks=2 python program.py`")
-    rank, world_size, local_rank = (_number(name) for name in names)
-    launch(rank, world_size, host, port, backend, local_rank, seed, verbose, timeout)
+    _launch_by(
+        "launch_from_slurm", names, "srun --ntasks=2 python program.py", host, port, backend, seed, verbose, timeout
+    )
 
 
 def launch_from_openmpi(
@@ -114,14 +114,24 @@ def launch_from_openmpi(
     Raises RuntimeError, naming the missing environment variables, where it did not.
     """
     names = "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"
-    _require("launch_from_openmpi", names, "start the program with `mpirun -n 2 python program.py`")
-    rank, world_size, local_rank = (_number(name) for name in names)
-    launch(rank, world_size, host, port, backend, local_rank, seed, verbose, timeout)
+    _launch_by(
+        "launch_from_openmpi", names, "mpirun -n 2 python program.py", host, port, backend, seed, verbose, timeout
+    )
 
 
-def _require(caller: str, names: tuple[str, ...], remedy: str) -> None:
+def _launch_by(caller: str, names: tuple[str, str, str], command: str, host: str, port: int, *options: Any) -> None:
+    """``launch`` with rank, number of ranks and local rank from the environment variables of these names."""
+    _require(caller, names, command)
+    rank, world_size, local_rank = map(_number, names)
+    backend, *rest = options
+    launch(rank, world_size, host, port, backend, local_rank, *rest)
+
+
+def _require(caller: str, names: tuple[str, ...], command: str) -> None:
     if missing := [name for name in names if not os.environ.get(name)]:
-        raise RuntimeError(f"{caller}: {', '.join(missing)} not set in the environment: {remedy}")
+        raise RuntimeError(
+            f"{caller}: {', '.join(missing)} not set in the environment: start the program with `{command}`"
+        )
 
 
 def _number(name: str) -> int:

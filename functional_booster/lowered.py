@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from functional_booster.kernels import graph as graphs
 from functional_booster.sharding import region
+from functional_booster.sharding.mesh import Mesh
 from functional_booster.sharding.overlap import IN_ORDER, has_collectives
 
 
@@ -44,12 +45,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Lowered:
-    """The graph of one call: ``names`` of its tensors, in order, and ``donated``, whose storage is taken over."""
+    """The graph of one call: ``names`` of its tensors, in order, and ``donated``, whose storage is taken over.
+
+    ``mesh``, if it is known: the real mesh whose axes the collectives go over.
+    """
 
     name: str
     module: GraphModule
     names: tuple[str, ...]
     donated: tuple[bool, ...]
+    mesh: Mesh | None = None
 
     @property
     def graph(self) -> Graph:
@@ -67,16 +72,26 @@ class Lowered:
         return _flops(self.module)
 
     @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """The collectives by op, process group and dtype, those of the regions counted at each call."""
-        found: dict[tuple[str, str, torch.dtype], list[int]] = {}
+    def calls(self) -> Iterator[tuple[str, str, Node]]:
+        """(op, axis, node) of each collective, those of a region at each of its calls.
+
+        The axis is the name of the process group where the mesh is not known.
+        """
+        axes = {} if self.mesh is None else dict(zip(self.mesh.groups, self.mesh.names, strict=True))
         for module in _modules(self.module):
             for node in module.graph.nodes:
                 op: Any = node.target
                 if getattr(op, "namespace", "") == "_c10d_functional" and op._opname != "wait_tensor":
                     group = next((arg for arg in reversed(node.args) if isinstance(arg, str)), "")
-                    result = node.meta["val"]
-                    found.setdefault((op._opname, group, result.dtype), []).append(_nbytes(result))
+                    yield op._opname, axes.get(group, group), node
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives by op, axis and dtype, each counted as often as it is called."""
+        found: dict[tuple[str, str, torch.dtype], list[int]] = {}
+        for op, axis, node in self.calls:
+            result = node.meta["val"]
+            found.setdefault((op, axis, result.dtype), []).append(nbytes(result))
         return tuple(Collective(*kind, len(sizes), sum(sizes)) for kind, sizes in found.items())
 
     @property
@@ -84,9 +99,9 @@ class Lowered:
         """An estimate before compilation, which may fuse temporaries away, and reorder."""
         examples = graphs.examples_of(self.module)
         return Memory(
-            arguments=sum(map(_nbytes, examples)),
-            donated=sum(_nbytes(x) for x, given in zip(examples, self.donated, strict=True) if given),
-            results=sum(_nbytes(x) for x in graphs.results_of(self.module) if x is not None),
+            arguments=sum(map(nbytes, examples)),
+            donated=sum(nbytes(x) for x, given in zip(examples, self.donated, strict=True) if given),
+            results=sum(nbytes(x) for x in graphs.results_of(self.module) if x is not None),
             temporary=_peak(self.module),
         )
 
@@ -136,10 +151,11 @@ def _flops(module: GraphModule) -> int:
     return total
 
 
-def _nbytes(value: Any) -> int:
+def nbytes(value: Any) -> int:
+    """Bytes of a tensor, or of all in a list; 0 for anything else."""
     if isinstance(value, torch.Tensor):
         return value.numel() * value.element_size()
-    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+    return sum(map(nbytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def _peak(module: GraphModule) -> int:
@@ -159,11 +175,11 @@ def _peak(module: GraphModule) -> int:
     alive = peak = 0
     for place, node in enumerate(order):
         owns = base[node] is node and node.op == "call_function" and node.target is not torch.ops.aten.copy_.default
-        alive += _nbytes(node.meta.get("val")) if owns and not _is_part(node) else 0
+        alive += nbytes(node.meta.get("val")) if owns and not _is_part(node) else 0
         peak = max(peak, alive + (_region_peak(node) if node.target is region.call_op else 0))
         for dead in ends.get(place, []):
             if dead.op == "call_function" and dead.target is not torch.ops.aten.copy_.default and not _is_part(dead):
-                alive -= _nbytes(dead.meta.get("val"))
+                alive -= nbytes(dead.meta.get("val"))
     return peak
 
 

@@ -1,6 +1,7 @@
 """What a functionalized module's torch calls go through: one TorchFunctionMode around its forward.
 
-Random functions draw from the call's key, a fresh one at every site; torch's global generators are never read.
+Random functions draw from the call's key, a fresh one at every site; torch's global generators are never read. Weights
+that are marked for fp8 are multiplied in fp8.
 Functions that write their operands unseen by torch's version counters (batch statistics) are noted. Each function that
 is treated apart has its handler in ``_HANDLERS``.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from functional_booster.kernels import attention, random
+from functional_booster.precision.fp8 import Fp8Weight
 from functional_booster.sharding import environment
 
 from .sync_batch_norm import sync_batch_norm
@@ -27,18 +29,20 @@ _SELU_LIMIT = 1.7580993408473766  # scale * alpha of SELU: what alpha dropout se
 
 
 class ModuleMode(TorchFunctionMode):
-    """Keyed randomness and noted writes for the torch functions that ``module`` calls in a ``with`` block.
+    """Keyed randomness, fp8 products and noted writes for what ``module`` calls of torch in a ``with`` block.
 
     ``key`` is an int32 (2,) key or None; the n-th site that draws uses ``fold_in(key, n)``. A block is one site, and
-    the sites in it draw from its key in the same way. ``written`` collects the ids of tensors that were written unseen
-    by their version counters. Raises ValueError where a site draws without a key, and NotImplementedError for random
-    functions that have no keyed form; both name the module that drew.
+    the sites in it draw from its key in the same way. ``values`` are the module's by name; where one is an Fp8Weight,
+    the module holds its plain tensor, and the products with it are in fp8. ``written`` collects the ids of tensors
+    that were written unseen by their version counters. Raises ValueError where a site draws without a key, and
+    NotImplementedError for random functions that have no keyed form; both name the module that drew.
     """
 
-    def __init__(self, module: nn.Module, key: torch.Tensor | None) -> None:
+    def __init__(self, module: nn.Module, key: torch.Tensor | None, values: Mapping[str, Any]) -> None:
         super().__init__()
         self.module = module
         self.key = key
+        self.marks = {id(value.value): value for value in values.values() if isinstance(value, Fp8Weight)}
         self.sites = 0
         self.written: set[int] = set()
 
@@ -54,6 +58,10 @@ class ModuleMode(TorchFunctionMode):
             raise ValueError(f"{self.caller()} draws random numbers ({what}): apply needs a key, key=None was given")
         self.sites += 1
         return random.fold_in(self.key, self.sites - 1)
+
+    def marked(self, value: Any) -> Any:
+        """The Fp8Weight whose plain tensor this is; another value as it is."""
+        return self.marks.get(id(value), value)
 
     @contextlib.contextmanager
     def block(self) -> Generator[None]:
@@ -76,6 +84,10 @@ class ModuleMode(TorchFunctionMode):
                 return f"{names[id(owner)] or 'the module'} ({type(owner).__name__})"
             frame = frame.f_back
         return f"the module ({type(self.module).__name__})"
+
+
+def _product(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return func(*map(mode.marked, args), **{name: mode.marked(value) for name, value in kwargs.items()})
 
 
 def _dropout(
@@ -199,7 +211,8 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    axes = tuple(axis.name for axis in environment.current().axes if axis.size > 1)
+    scope = environment.current()
+    axes = tuple(axis.name for axis in scope.axes if axis.size > 1 and axis.name in scope.data_axes)
     if training and axes:
         return sync_batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, axes)
     if training:
@@ -300,6 +313,7 @@ _UNKEYED = [
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_UNKEYED, _unkeyed),
+    **dict.fromkeys((F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product),
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
     F.dropout1d: _channel_dropout(1),

@@ -22,10 +22,11 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from functional_booster.kernels import graph as graphs
 from functional_booster.kernels import tree
+from functional_booster.precision import fp8
 from functional_booster.sharding.region import outlined, region
 
 from .module_mode import ModuleMode
-from .skeleton import Skeleton, Values
+from .skeleton import Skeleton
 
 log = logging.getLogger(__name__)
 Tree = tree.Tree
@@ -82,7 +83,7 @@ def _through(traces: _Traces, mode: ModuleMode, block: nn.Module) -> Callable[..
         with mode.block():
             if traces.possible and _outlined() and _is_plain((args, kwargs)):
                 try:
-                    return traces.call(block, forward, mode.key, args, kwargs)
+                    return traces.call(block, forward, mode, args, kwargs)
                 except Exception as error:  # its own errors, the forward raises again
                     log.info("%s runs inline, as no region: %s: %s", type(block).__name__, type(error).__name__, error)
                 traces.possible = False
@@ -125,19 +126,17 @@ class _Traces:
     possible: bool = True
     found: list[_Trace] = field(default_factory=list)
 
-    def call(
-        self, block: nn.Module, forward: Callable[..., Any], key: torch.Tensor | None, args: Tree, kwargs: Tree
-    ) -> Any:
+    def call(self, block: nn.Module, forward: Callable[..., Any], mode: ModuleMode, args: Tree, kwargs: Tree) -> Any:
         """``forward(*args, **kwargs)`` of the block through a region; raises if it cannot be traced apart."""
         skeleton = Skeleton(block)
-        state, values = _state(skeleton), skeleton.read()
+        state, values = _state(skeleton), {name: mode.marked(value) for name, value in skeleton.read().items()}
         while True:
             trace = next((trace for trace in self.found if trace.fits(state)), None)
             if trace is None:
                 trace = _Trace(skeleton, state, region(functools.partial(_apart, skeleton, forward)), self._vary(state))
                 self.found.append(trace)
             with _reading(trace.skeleton, trace.unread):
-                outputs, written = trace.region(values, key, args, kwargs)
+                outputs, written = trace.region(values, mode.key, args, kwargs)
             if trace.fits(state):  # still: other shapes may have been traced anew
                 break
         for name, value in written.items():
@@ -152,14 +151,19 @@ class _Traces:
 
 
 def _apart(
-    skeleton: Skeleton, forward: Callable[..., Any], values: Values, key: torch.Tensor | None, args: Any, kwargs: Any
+    skeleton: Skeleton,
+    forward: Callable[..., Any],
+    values: dict[str, Any],
+    key: torch.Tensor | None,
+    args: Any,
+    kwargs: Any,
 ) -> tuple[Tree, dict[str, torch.Tensor]]:
     """A forward as a pure function: (outputs, written buffers). Raises _NotApartError where it is none."""
     buffers = skeleton.buffers()
-    held = {name: value.clone() if name in buffers else value for name, value in values.items()}
+    held = {name: value.clone() if name in buffers else fp8.plain(value) for name, value in values.items()}
     given, structure = tree.flatten((args, kwargs))
     versions = {id(leaf): leaf._version for leaf in (*held.values(), *given) if isinstance(leaf, torch.Tensor)}
-    with skeleton.holding(held), ModuleMode(skeleton.module, key) as mode:
+    with skeleton.holding(held), ModuleMode(skeleton.module, key, values) as mode:
         state = _state(skeleton)
         outputs = forward(*args, **kwargs)
         same = _state(skeleton) == state and all(value is held[name] for name, value in skeleton.read().items())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 
 class RankFailure(RuntimeError):
     """A rank failed, died, ended early or went astray. ``rank`` is its number, ``what`` and ``step`` what it did."""
@@ -104,3 +106,16 @@ def judge(
             if report.count < mine.count:
                 return fault(report, f"rank {rank} {late}: it is {report.position}, at {report.where}")
     return None
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether this is how a collective ends whose other side is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo/" in str(error)
+
+
+def describe(error: BaseException) -> str:
+    """An exception in one line, as other ranks read it."""
+    text = str(error).strip()[:2000]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from functional_booster.kernels import flat, graph, tree
+from functional_booster.precision import LossScale
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated
 
@@ -46,9 +47,9 @@ class TrainState:
     ``step`` (int64): updates done; ``position`` (int64): batches consumed, skipped steps included; ``storage``: the
     trained parameters, flat where the optimizer allows it; ``frozen``: the others, or None where there is none;
     ``opt_state``: the optimizer's tree over ``storage``; ``buffers``: the model's state that is not trained; ``key``
-    (2,) int32; ``loss_scale`` (float32); ``abstract``: shapes, dtypes and specs of the parameters, static; ``plan``:
-    the plugin and the mesh that it is laid out over, static. On a virtual mesh the tensors of storage, frozen and
-    opt_state have the mesh's dims in front: the values of all ranks.
+    (2,) int32; ``loss_scale``: the loss's factor, with its counters; ``abstract``: shapes, dtypes and specs of the
+    parameters, static; ``plan``: the plugin and the mesh it is laid out over, static. On a virtual mesh the tensors of
+    storage, frozen and opt_state have the mesh's dims in front: the values of all ranks.
     After it was donated to a step, each access raises DonatedError.
     """
 
@@ -59,7 +60,7 @@ class TrainState:
     opt_state: Tree
     buffers: Tree
     key: torch.Tensor
-    loss_scale: torch.Tensor
+    loss_scale: LossScale
     abstract: Abstract
     plan: Plan
 

@@ -6,9 +6,10 @@ accumulation there are two, the microbatch (added to the sums so far) and the up
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from functional_booster import optim
 from functional_booster.kernels import flat, graph, random, transforms, tree
-from functional_booster.precision import Policy, cast
+from functional_booster.precision import LossScale, MixedPrecision, Policy, autocasting, cast, stochastic_round
 from functional_booster.sharding import environment, shards
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.collectives import axis_index, pmax, pmean, psum
+from functional_booster.sharding.collectives import axis_index, axis_size, pmax, pmean, psum
 from functional_booster.sharding.mesh import own, spmd
 from functional_booster.sharding.rows import rows_of
 
@@ -30,21 +31,27 @@ from .state import TrainState, assemble, on_ranks
 Tree = tree.Tree
 LossFn = Callable[..., Any]
 Metrics = dict[str, torch.Tensor]
+_ROUNDING = 1 << 61  # folded into a step's key for rounding: no place in the batch is so large
 RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"})  # names of metrics
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What microbatches add up to: gradients, loss sum, weight, aux times weight, and the newest buffers."""
+    """What microbatches add up to: gradients, loss sum, weight, aux times weight, and the newest buffers.
+
+    Where the loss is scaled, the gradients are those of its mean, over ``share`` (the weight a data rank has on
+    average), so that their range is the mean's, too; else ``share`` is None, and they are those of the sum.
+    """
 
     grads: Tree
     loss: torch.Tensor
     weight: torch.Tensor
     aux: dict[str, torch.Tensor]
     buffers: Tree
+    share: torch.Tensor | None = None
 
 
-tree.register(Sums, ("grads", "loss", "weight", "aux", "buffers"))
+tree.register(Sums, ("grads", "loss", "weight", "aux", "buffers", "share"))
 
 
 @dataclass(frozen=True)
@@ -64,10 +71,15 @@ class Recipe:
 
     loss_fn: LossFn
     tx: optim.GradientTransformation
-    policy: Policy
+    precision: MixedPrecision
     accumulate: int = 1
     max_norm: float | None = None
     skip_nonfinite: bool = True
+
+    @property
+    def policy(self) -> Policy:
+        """The precision's dtypes."""
+        return self.precision.policy
 
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
@@ -91,16 +103,40 @@ def gradients(
     place = axis_index(axes) * recipe.accumulate + microbatch if axes else microbatch
     key = random.fold_in(random.fold_in(state.key, state.position), place)
 
-    def summed(trained: flat.Flat) -> tuple[torch.Tensor, tuple[torch.Tensor, dict[str, Any], Tree]]:
-        params = gathered(recipe.policy, plugin, Prepared(trained, prepared.frozen))
-        loss, weight, aux, buffers = evaluate(recipe.loss_fn, params, batch, key, state.buffers)
-        return loss, (weight, aux, buffers)
+    def objective(trained: flat.Flat) -> tuple[torch.Tensor, Any]:
+        params = gathered(recipe.precision, plugin, Prepared(trained, prepared.frozen))
+        with computing(recipe.precision, state):
+            loss, weight, aux, buffers = evaluate(recipe.loss_fn, params, batch, key, state.buffers)
+        if recipe.precision.scaling is None:
+            return loss, (loss, weight, aux, buffers, None)
+        scaled, share = _scaled_loss(loss, weight, state.loss_scale, axes)
+        return scaled, (loss, weight, aux, buffers, share)
 
-    with environment.bind(compute=recipe.policy.compute):
-        grads, (loss, (weight, aux, buffers)) = transforms.grad_and_value(summed, has_aux=True)(prepared.trained)
+    grads, (_, (loss, weight, aux, buffers, share)) = transforms.grad_and_value(objective, has_aux=True)(
+        prepared.trained
+    )
     grads = plugin.reduce(grads, recipe.policy)
     grads = cast(grads, recipe.policy.accumulate) if recipe.accumulate > 1 else grads
-    return Sums(grads, loss, weight, {name: value * weight for name, value in aux.items()}, buffers)
+    return Sums(grads, loss, weight, {name: value * weight for name, value in aux.items()}, buffers, share)
+
+
+@contextlib.contextmanager
+def computing(precision: MixedPrecision, state: TrainState) -> Generator[None]:
+    """Around a loss function or a module: inputs come, and ops run, in the precision's dtypes."""
+    compute = precision.policy.compute if precision.cast_inputs else None
+    axes = state.plan.plugin.data_axes
+    with environment.bind(compute=compute, data_axes=axes), autocasting(precision.autocast, state.step.device.type):
+        yield
+
+
+def _scaled_loss(
+    loss: torch.Tensor, weight: torch.Tensor, scale: LossScale, axes: tuple[str, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean loss times the scale, and the weight that it is a mean over: of a data rank, on average."""
+    share = psum(weight, axes) / axis_size(axes) if axes else weight
+    share = torch.where(share > 0, share, 1.0)
+    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    return wide * (scale.factor / share).to(wide.dtype), share
 
 
 def prepare(policy: Policy, state: TrainState) -> Prepared:
@@ -112,10 +148,12 @@ def prepare(policy: Policy, state: TrainState) -> Prepared:
     return Prepared(prepared(state.storage), None if state.frozen is None else prepared(state.frozen))
 
 
-def gathered(policy: Policy, plugin: Plugin, prepared: Prepared) -> Tree:
+def gathered(precision: MixedPrecision, plugin: Plugin, prepared: Prepared) -> Tree:
     """The parameter tree that the loss sees."""
+    policy = precision.policy
     frozen = None if prepared.frozen is None else plugin.gather(prepared.frozen, policy)
-    return assemble(plugin.gather(prepared.trained, policy), frozen)
+    params = assemble(plugin.gather(prepared.trained, policy), frozen)
+    return params if precision.fp8 is None else precision.fp8.mark(params)
 
 
 def describe(recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree) -> Sums:
@@ -137,8 +175,12 @@ def zeros(described: Sums, state: TrainState) -> Sums:
 
 def add(sums: Sums, more: Sums) -> Sums:
     """The sums of both; buffers are the later ones."""
-    grads, loss, weight, aux = tree.map(torch.add, *((s.grads, s.loss, s.weight, s.aux) for s in (sums, more)))
-    return Sums(grads, loss, weight, aux, more.buffers)
+    loss, weight, aux = tree.map(torch.add, *((s.loss, s.weight, s.aux) for s in (sums, more)))
+    if sums.share is None or more.share is None:
+        return Sums(tree.map(torch.add, sums.grads, more.grads), loss, weight, aux, more.buffers)
+    share = sums.share + more.share
+    grads = tree.map(lambda a, b: a * (sums.share / share) + b * (more.share / share), sums.grads, more.grads)
+    return Sums(grads, loss, weight, aux, more.buffers, share)
 
 
 def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
@@ -148,7 +190,7 @@ def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
     scalars, structure = tree.flatten((sums.loss, sums.weight, sums.aux))
     added = psum(torch.stack([scalar.to(torch.float64) for scalar in scalars]), axes).unbind()
     loss, weight, aux = tree.unflatten(structure, [x.to(y.dtype) for x, y in zip(added, scalars, strict=True)])
-    return Sums(sums.grads, loss, weight, aux, sums.buffers)
+    return replace(sums, loss=loss, weight=weight, aux=aux)
 
 
 def agreed(new: Tree, old: Tree, axes: tuple[str, ...]) -> Tree:
@@ -172,39 +214,70 @@ def agreed(new: Tree, old: Tree, axes: tuple[str, ...]) -> Tree:
 
 
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
-    """Divide by the weight once, clip, apply the optimizer; a step whose gradients are not finite changes nothing."""
-    plugin = state.plan.plugin
+    """Divide by the weight once, clip, apply the optimizer; a step whose gradients are not finite changes nothing but
+    the loss scale."""
+    plugin, scaling = state.plan.plugin, recipe.precision.scaling
     sums = replace(totals(sums, plugin.data_axes), grads=plugin.sync(sums.grads, recipe.policy))
     inverse = _inverse(sums.weight)
-    norm = optim.global_norm(sums.grads).to(torch.float64) * inverse
+    unscaled = inverse if sums.share is None else inverse * (sums.share / state.loss_scale.factor)
+    norm = optim.global_norm(sums.grads).to(torch.float64) * unscaled
     factor = 1.0 if recipe.max_norm is None else (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
-    grads = tree.map(lambda grad, leaf: _scaled(grad, factor * inverse, leaf.dtype), sums.grads, state.storage)
+    grads = tree.map(lambda grad, leaf: _scaled(grad, factor * unscaled, leaf.dtype), sums.grads, state.storage)
     grads = shards.at_home(grads)  # each buffer is updated where it is stored
     try:
         updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
     except Exception as error:
         _check_opt_state(recipe, state, error)
         raise
-    storage = plugin.settle(optim.apply_updates(state.storage, updates), state.step + 1)
+    storage = plugin.settle(_applied(recipe.precision, state, updates), state.step + 1)
     finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
     buffers = agreed(sums.buffers, state.buffers, plugin.data_axes)
-    if recipe.skip_nonfinite:
+    skips = recipe.skip_nonfinite or scaling is not None
+    if skips:
         new, old = (storage, opt_state, buffers), (state.storage, state.opt_state, state.buffers)
         storage, opt_state, buffers = select(finite, new, old)
-    done = finite.to(state.step.dtype) if recipe.skip_nonfinite else torch.ones_like(state.step)
+    done = finite.to(state.step.dtype) if skips else torch.ones_like(state.step)
     new = state.replace(
-        step=state.step + done, position=state.position + 1, storage=storage, opt_state=opt_state, buffers=buffers
+        step=state.step + done,
+        position=state.position + 1,
+        storage=storage,
+        opt_state=opt_state,
+        buffers=buffers,
+        loss_scale=state.loss_scale if scaling is None else scaling.update(state.loss_scale, finite),
     )
     metrics = {
         "loss": (sums.loss * inverse).to(sums.loss.dtype),
         "grad_norm": norm.to(sums.loss.dtype),
         "tokens": sums.weight,
         "skipped": 1.0 - done.to(torch.float32),
-        "loss_scale": state.loss_scale,
+        "loss_scale": state.loss_scale.factor,
         **{name: (value * inverse).to(sums.loss.dtype) for name, value in sums.aux.items()},
     }
     learning_rate = optim.learning_rate(opt_state)
     return new, metrics if learning_rate is None else {**metrics, "lr": learning_rate}
+
+
+def _applied(precision: MixedPrecision, state: TrainState, updates: Tree) -> flat.Flat:
+    """The storage with the updates added; in bfloat16 rounded by chance, if the precision says so."""
+    if not precision.stochastic_rounding:
+        return optim.apply_updates(state.storage, updates)
+    key, layout = random.fold_in(random.fold_in(state.key, state.position), _ROUNDING), state.storage.layout
+
+    def added(place: int, name: str, stored: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        if stored.dtype != torch.bfloat16:
+            return (stored + update).to(stored.dtype)
+        axes = layout.axes[name]  # ranks that hold the same round alike, others apart
+        part = random.fold_in(random.fold_in(key, place), axis_index(axes) if axes else 0)
+        bits = random.bits(part.to(stored.device), tuple(stored.shape))
+        return stochastic_round(stored.float() + update.float(), bits)
+
+    buffers = {
+        name: stored
+        if stored is None or updates.buffers[name] is None
+        else added(place, name, stored, updates.buffers[name])
+        for place, (name, stored) in enumerate(state.storage.buffers.items())
+    }
+    return flat.Flat(buffers, layout)
 
 
 def select(condition: torch.Tensor, new: Tree, old: Tree) -> Tree:

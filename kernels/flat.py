@@ -44,7 +44,9 @@ class Layout:
 
     A flat bucket's length is a whole number of ``multiple`` aligned parts. ``split`` names the mesh axes that split the
     buffers of some buckets, so that each rank holds one part; a Flat of whole buffers has the same layout. ``host``
-    names the buckets that live in the host's memory between steps, wherever the others do.
+    names the buckets that live in the host's memory between steps, wherever the others do; it is ``provisional`` where
+    a step is still to show how many there must be. ``kept`` names those that are computed with in the dtype that they
+    are stored in, whatever the policy.
     """
 
     structure: tree.Structure
@@ -52,6 +54,8 @@ class Layout:
     multiple: int = 1
     split: tuple[tuple[str, tuple[str, ...]], ...] = ()
     host: tuple[str, ...] = ()
+    provisional: bool = False
+    kept: tuple[str, ...] = ()
 
     @cached_property
     def buckets(self) -> dict[str, tuple[Slot, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ class Policy:
 
     ``param``: stored parameters (the master weights); ``compute``: parameters inside the loss, and what a module is
     called with; ``output``: what a boosted module returns; ``reduce``: gradients in collectives; ``accumulate``:
-    gradients summed over microbatches.
+    gradients summed over microbatches. ``wire`` and ``reduce_wire``, float8: the formats in which parameters and
+    gradients travel between ranks, in blocks with scales; sums are taken in ``reduce`` all the same.
     """
 
     param: torch.dtype | None = None
@@ -27,36 +29,23 @@ class Policy:
     output: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    wire: torch.dtype | None = None
+    reduce_wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name in ("param", "compute", "output", "reduce", "accumulate"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"Policy: {name} is {dtype!r}, expected a floating-point torch.dtype or None")
-
-
-_named = {
-    "fp32": Policy(),
-    "bf16": Policy(torch.float32, torch.bfloat16, torch.float32, torch.float32, torch.float32),
-}
-
-
-def policy_of(precision: str | Policy | None) -> Policy:
-    """The policy by name: None and "fp32" leave every dtype as it is; "bf16" computes in bfloat16 from fp32 masters.
-
-    Raises ValueError for an unknown name, TypeError for another type.
-    """
-    if precision is None:
-        return _named["fp32"]
-    if isinstance(precision, Policy):
-        return precision
-    if not isinstance(precision, str):
-        raise TypeError(f"mixed_precision: {type(precision).__name__}, expected a name, a Policy or None")
-    if precision not in _named:
-        raise ValueError(
-            f"mixed_precision: {precision!r} is not known, expected one of {', '.join(map(repr, _named))} or None"
-        )
-    return _named[precision]
+            if dtype is not None and dtype.itemsize == 1:
+                raise ValueError(
+                    f"Policy: {name} is {dtype}, expected a wider dtype: float8 is for wire and reduce_wire"
+                )
+        for name in ("wire", "reduce_wire"):
+            if getattr(self, name) not in (None, torch.float8_e4m3fn, torch.float8_e5m2):
+                raise TypeError(
+                    f"Policy: {name} is {getattr(self, name)!r}, expected torch.float8_e4m3fn, float8_e5m2 or None"
+                )
 
 
 def cast(values: Tree, dtype: torch.dtype | None) -> Tree:
@@ -71,6 +60,13 @@ def cast_arguments(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return values
     return torch_pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, values)
+
+
+def autocasting(dtype: torch.dtype | None, device_type: str) -> contextlib.AbstractContextManager[Any]:
+    """``torch.autocast`` to ``dtype``, None: nothing. What it casts is not remembered, so that it can be traced."""
+    if dtype is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, dtype, cache_enabled=False)
 
 
 def _is_float(leaf: object) -> bool:

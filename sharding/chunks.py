@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+from collections.abc import Mapping
 
 from functional_booster.kernels.flat import Layout
 
@@ -36,6 +37,15 @@ def leading(layout: Layout, fraction: float) -> frozenset[str]:
         chosen.append(bucket)
         filled += size
     return frozenset(chosen)
+
+
+def overflowing(layout: Layout, held: Mapping[str, int], room: float) -> tuple[str, ...]:
+    """The chunks, of ``held`` bytes each, for which ``room`` bytes are not enough: the first ones, as few as can be."""
+    for bucket in reversed(ordered := [name for name in _ordered(layout) if name in layout.host]):
+        room -= held.get(bucket, 0)
+        if room < 0:
+            return tuple(ordered[: ordered.index(bucket) + 1])
+    return ()
 
 
 def _unused(sizes: list[int], capacity: int) -> int:

@@ -16,18 +16,10 @@ from typing import Any, TypeAlias
 import torch
 
 from . import process_groups
+from .compressed import Wire, carried, exactly, summed
 from .environment import Axis
 
 Pairs: TypeAlias = tuple[tuple[int, int], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """The dtypes of a gather: of what is ``given``, of what is ``sent``, and in which cotangents are ``summed``."""
-
-    given: torch.dtype
-    sent: torch.dtype
-    summed: torch.dtype
 
 
 def _collective(
@@ -42,6 +34,8 @@ def _collective(
     ``stacked(x, *static)`` gets and returns the values of all ranks, along dim 0; ``real(x, axis, *static)`` those of
     this rank, which has a process group; ``alone(x, *static)`` those of the only rank. ``transpose`` is called like the
     collective, on the cotangent. ``batch``: the dims at which a batch of another level goes in and comes out.
+    With a Wire among ``static``, a derivative taken outside of the mesh is the ``transpose`` on each rank too, which
+    may cast otherwise than ``stacked`` does; without, it is that of ``stacked``.
     """
 
     class Collective(torch.autograd.Function):
@@ -64,12 +58,35 @@ def _collective(
             dim, own = in_dims[:2]
             if own is None:
                 return Collective.apply(x.movedim(dim, batch[0]), *operands), batch[1]
-            _, _, *static = operands
-            return stacked(_batch_first(info, x, dim), *static), 0
+            _, axis, *static = operands
+            x, casts = _batch_first(info, x, dim), any(isinstance(value, Wire) for value in static)
+            return Stacked.apply(x, axis, *static) if casts else stacked(x, *static), 0
+
+    class Stacked(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor, axis: Axis, *static: Any) -> torch.Tensor:
+            return stacked(x, *static)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+            _, ctx.axis, *ctx.static = inputs
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            def on_a_rank(cotangent: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+                return transpose(cotangent, dataclasses.replace(ctx.axis, index=index), *ctx.static)
+
+            ranks = torch.arange(ctx.axis.size, dtype=torch.int32, device=cotangent.device)
+            return torch.func.vmap(on_a_rank)(cotangent, ranks), None, *(None for _ in ctx.static)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, int]:
+            return Stacked.apply(x.movedim(in_dims[0], batch[0] + 1), *operands), batch[1] + 1
 
     # torch binds the arguments at every call; asking for the signature of a plain function is the slow part of that.
-    forward: Any = Collective.forward
-    forward.__signature__ = inspect.signature(forward)
+    for function in (Collective, Stacked):
+        forward: Any = function.forward
+        forward.__signature__ = inspect.signature(forward)
 
     def call(x: torch.Tensor, axis: Axis, *static: Any) -> torch.Tensor:
         return alone(x, *static) if _is_alone(axis) else Collective.apply(x, *_parted(axis), *static)
@@ -81,16 +98,17 @@ def _sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
     return _on_every_rank(x.sum(0, dtype=x.dtype), x.shape[0])
 
 
-def _permuted(x: torch.Tensor, perm: Pairs) -> torch.Tensor:
-    values, sources = x.unbind(0), {destination: source for source, destination in perm}
+def _permuted(x: torch.Tensor, perm: Pairs, *wire: Wire) -> torch.Tensor:
+    values, sources = carried(x, *wire).unbind(0), {destination: source for source, destination in perm}
     zeros = torch.zeros_like(values[0])
     return torch.stack([values[sources[rank]] if rank in sources else zeros for rank in range(len(values))])
 
 
-def _send(x: torch.Tensor, axis: Axis, perm: Pairs) -> torch.Tensor:
+def _send(x: torch.Tensor, axis: Axis, perm: Pairs, *wire: Wire) -> torch.Tensor:
     rank = int(axis.index)
     sources = {destination: source for source, destination in perm}
-    return process_groups.send(x, _group(axis), axis.size, dict(perm).get(rank), sources.get(rank))
+    to, source = dict(perm).get(rank), sources.get(rank)
+    return carried(x, *wire, by=lambda x: process_groups.send(x, _group(axis), axis.size, to, source))
 
 
 def _to_root(x: torch.Tensor, axis: Axis, root: int) -> torch.Tensor:
@@ -99,14 +117,8 @@ def _to_root(x: torch.Tensor, axis: Axis, root: int) -> torch.Tensor:
     return torch.where(here if isinstance(here, torch.Tensor) else total.new_full((), here, dtype=torch.bool), total, 0)
 
 
-def _sent(x: torch.Tensor, wire: Wire | None = None) -> torch.Tensor:
-    return x if wire is None else x.to(wire.sent)
-
-
-def _summed(cotangent: torch.Tensor, axis: Axis, wire: Wire | None = None) -> torch.Tensor:
-    if wire is None:
-        return scatter(cotangent, axis)
-    return scatter(cotangent.to(wire.summed), axis).to(wire.given)
+def _reversed(wire: tuple[Wire, ...]) -> tuple[Wire, ...]:
+    return tuple(one.reversed() for one in wire)
 
 
 psum = _collective(
@@ -120,32 +132,40 @@ leave = _collective(
     lambda x, axis: process_groups.all_reduce(x, "sum", _group(axis)),
     transpose=lambda g, axis: enter(g, axis),
 )
-# The next three have the ranks in dim 0 of this rank's value: of the result, of ``x``, of both.
+# The next three have the ranks in dim 0 of this rank's value: of the result, of ``x``, of both. They and ``permute``
+# take a Wire; one that compresses, for rows (..., n) of which each is all that one rank sends another.
 gather = _collective(
-    lambda x, *wire: _on_every_rank(_sent(x, *wire), x.shape[0]),
-    lambda x, axis, *wire: process_groups.all_gather(_sent(x, *wire), _group(axis), axis.size),
-    transpose=lambda g, axis, *wire: _summed(g, axis, *wire),
-    alone=lambda x, *wire: _sent(x, *wire).unsqueeze(0),
+    lambda x, *wire: _on_every_rank(carried(x, *wire), x.shape[0]),
+    lambda x, axis, *wire: carried(x, *wire, by=lambda x: process_groups.all_gather(x, _group(axis), axis.size)),
+    transpose=lambda g, axis, *wire: scatter(g, axis, *_reversed(wire)),
+    alone=lambda x, *wire: exactly(x, *wire).unsqueeze(0),
     batch=(0, 1),
 )
 scatter = _collective(
-    lambda x: x.sum(0, dtype=x.dtype),
-    lambda x, axis: process_groups.reduce_scatter(x, _group(axis), axis.size),
-    transpose=lambda g, axis: gather(g, axis),
-    alone=lambda x: x.squeeze(0),
+    lambda x, *wire: summed(x, *wire),
+    lambda x, axis, *wire: summed(
+        x,
+        *wire,
+        by=lambda x: process_groups.reduce_scatter(x, _group(axis), axis.size),
+        exchange=lambda x: process_groups.all_to_all(x, _group(axis)),
+    ),
+    transpose=lambda g, axis, *wire: gather(g, axis, *_reversed(wire)),
+    alone=lambda x, *wire: exactly(x, *wire).squeeze(0),
     batch=(1, 0),
 )
 exchange = _collective(
-    lambda x: x.transpose(0, 1),
-    lambda x, axis: process_groups.all_to_all(x, _group(axis)),
-    transpose=lambda g, axis: exchange(g, axis),
+    lambda x, *wire: carried(x, *wire).transpose(0, 1),
+    lambda x, axis, *wire: carried(x, *wire, by=lambda x: process_groups.all_to_all(x, _group(axis))),
+    transpose=lambda g, axis, *wire: exchange(g, axis, *_reversed(wire)),
     batch=(1, 1),
 )
 permute = _collective(
     _permuted,
     _send,
-    transpose=lambda g, axis, perm: permute(g, axis, tuple((to, source) for source, to in perm)),
-    alone=lambda x, perm: x if perm else torch.zeros_like(x),
+    transpose=lambda g, axis, perm, *wire: permute(
+        g, axis, tuple((to, source) for source, to in perm), *_reversed(wire)
+    ),
+    alone=lambda x, perm, *wire: x if perm else torch.zeros_like(x),
 )
 broadcast = _collective(
     lambda x, root: _on_every_rank(x[root], x.shape[0]),

@@ -8,6 +8,13 @@ the right.
 What ``axis`` means, on one device, a virtual mesh or a real one, is read from the environment when a collective is
 called; its backward has it from there. All can be differentiated any number of times, batched and traced.
 
+Some take ``wire`` and ``cotangent_wire``, torch.float8_e4m3fn or torch.float8_e5m2 (None: as they are): the format in
+which real floating-point values, and in the backward their cotangents, travel, 32 elements with one scale, 8.25 bits
+each (``kernels.block_scale``, which states the error); other tensors are not compressed. Each value is encoded once for
+each axis that it travels along, by the rank that has it, for itself too, so that ranks agree; sums are taken in float32
+or wider where the terms arrive, and results have the dtype that they have without. An axis of one rank compresses
+nothing. A block with a value that is not finite arrives as NaNs.
+
 ``x`` is a tensor or a tree of them, ``axis`` a name, or where so annotated a tuple of names that act as one axis, the
 first one varying slowest. All raise NameError for an axis that nobody declares (except ``enter`` and ``leave``, which
 are the identity there), TypeError for what is no tensor or has a dtype without meaning, ValueError for a dim that the
@@ -23,15 +30,19 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.functional import pad
 
 from functional_booster.kernels import tree
+from functional_booster.kernels.block_scale import FORMATS
 
 from . import collective_primitives as primitives
 from . import environment
+from .compressed import Wire
 from .environment import Axis
 
 Tree = tree.Tree
 Axes: TypeAlias = str | tuple[str, ...]
+Formats: TypeAlias = tuple[torch.dtype | None, torch.dtype | None]
 
 
 def enter(x: Tree, axis: Axes) -> Tree:
@@ -58,32 +69,32 @@ def leave(x: Tree, axis: Axes) -> Tree:
     return _map(x, lambda name, leaf: primitives.along(primitives.leave, _summable(name, leaf), axes)) if axes else x
 
 
-def psum(x: Tree, axis: Axes) -> Tree:
+def psum(x: Tree, axis: Axes, *, wire: torch.dtype | None = None, cotangent_wire: torch.dtype | None = None) -> Tree:
     """varying or partial -> replicated: the sum over ranks.
 
         rank 0    a -> a + b        g + h <- g
         rank 1    b -> a + b        g + h <- h
 
-    Transpose: psum.
+    Transpose: psum. Compressed: psum_scatter over all axes and all_gather of the sums, each of which rounds.
     """
-    axes = _resolve(axis)
-    return _map(x, lambda name, leaf: primitives.along(primitives.psum, _summable(name, leaf), axes))
+    axes, wires = _resolve(axis), _wires(wire, cotangent_wire)
+    return _map(x, lambda name, leaf: _sum(_summable(name, leaf), axes, wires))
 
 
-def pmean(x: Tree, axis: Axes) -> Tree:
+def pmean(x: Tree, axis: Axes, *, wire: torch.dtype | None = None, cotangent_wire: torch.dtype | None = None) -> Tree:
     """varying -> replicated: the mean over ranks, of floating-point or complex tensors.
 
         rank 0    a -> (a + b) / 2        (g + h) / 2 <- g
         rank 1    b -> (a + b) / 2        (g + h) / 2 <- h
 
-    Transpose: pmean.
+    Transpose: pmean. Compressed: as psum.
     """
-    axes = _resolve(axis)
+    axes, wires = _resolve(axis), _wires(wire, cotangent_wire)
 
     def mean(name: str, leaf: torch.Tensor) -> torch.Tensor:
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(f"{name}: a mean of {leaf.dtype}, expected floating-point or complex numbers")
-        return primitives.along(primitives.psum, leaf, axes) / _size(axes)
+        return _sum(leaf, axes, wires) / _size(axes)
 
     return _map(x, mean)
 
@@ -120,6 +131,8 @@ def all_gather(
     tiled: bool = True,
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    wire: torch.dtype | None = None,
+    cotangent_wire: torch.dtype | None = None,
 ) -> Tree:
     """varying -> replicated: the values of all ranks, in order.
 
@@ -129,42 +142,63 @@ def all_gather(
     Tiled: concatenated along ``dim``, which grows by the number of ranks; else stacked along a new dim ``dim``.
     Transpose: psum_scatter. ``dtype`` (None: x's) is that of the result, and of what travels; ``reduce_dtype`` (None:
     x's) is that in which cotangents are cast, sent back and summed, and their sum arrives in x's: bfloat16 weights and
-    float32 gradients of float32 masters. Both floating-point, for a floating-point x; raises TypeError otherwise.
+    float32 gradients of float32 masters. Both floating-point and wider than 8 bits, for a floating-point x; raises
+    TypeError otherwise. With ``wire`` the dtype is encoded, with ``cotangent_wire`` the sum is taken in float32 or x's.
     """
-    axes = _resolve(axis)
+    axes, wires = _resolve(axis), _wires(wire, cotangent_wire)
 
     def gathered(name: str, leaf: torch.Tensor) -> torch.Tensor:
         place = _dim(name, "dim", dim, leaf.dim() + (not tiled))
-        wire = _wire(name, leaf, dtype, reduce_dtype)
+        across, formats = _compression(leaf, axes, wires)
         # Of several axes the last to be gathered casts: sums that pass between axes are rounded nowhere.
-        parts = primitives.along(primitives.gather, leaf, axes[:0:-1])
-        parts = primitives.along(primitives.gather, parts, axes[:1], *wire)
+        last = _wire(leaf.dtype, formats, *_casts(name, leaf, dtype, reduce_dtype))
+        parts = primitives.along(primitives.gather, leaf.reshape(-1), across[:0:-1], *_wire(leaf.dtype, formats))
+        parts = primitives.along(primitives.gather, parts, across[:1], *last)
         stacked = parts.reshape(_size(axes), *leaf.shape).movedim(0, place)
         return stacked.flatten(place, place + 1) if tiled else stacked
 
     return _map(x, gathered)
 
 
-def psum_scatter(x: Tree, axis: Axes, *, dim: int = 0, tiled: bool = True) -> Tree:
+def psum_scatter(
+    x: Tree,
+    axis: Axes,
+    *,
+    dim: int = 0,
+    tiled: bool = True,
+    wire: torch.dtype | None = None,
+    cotangent_wire: torch.dtype | None = None,
+) -> Tree:
     """partial -> varying: the sum over ranks, of which each rank gets its part.
 
         rank 0    [a0, a1] -> [a0 + b0]        [g, h] <- [g]
         rank 1    [b0, b1] -> [a1 + b1]        [g, h] <- [h]
 
     Tiled: ``dim`` is cut in equal parts, one a rank; else its size is the number of ranks, and it is gone.
-    Transpose: all_gather.
+    Transpose: all_gather. Compressed: all_to_all of the parts, and a sum on arrival, axis by axis.
     """
-    axes = _resolve(axis)
+    axes, wires = _resolve(axis), _wires(wire, cotangent_wire)
 
     def scattered(name: str, leaf: torch.Tensor) -> torch.Tensor:
         parts = _parts_first(name, "dim", _summable(name, leaf), dim, axes, tiled)
-        parts = parts.reshape(*(one.size for one in axes), *parts.shape[1:])
-        return primitives.along(primitives.scatter, parts, axes)
+        across, formats = _compression(leaf, axes, wires)
+        rows = parts.reshape(*(one.size for one in across), parts.shape[1:].numel())
+        summed = primitives.along(primitives.scatter, rows, across, *_wire(leaf.dtype, formats))
+        return summed.reshape(parts.shape[1:])
 
     return _map(x, scattered)
 
 
-def all_to_all(x: Tree, axis: str, *, split_dim: int, concat_dim: int, tiled: bool = True) -> Tree:
+def all_to_all(
+    x: Tree,
+    axis: str,
+    *,
+    split_dim: int,
+    concat_dim: int,
+    tiled: bool = True,
+    wire: torch.dtype | None = None,
+    cotangent_wire: torch.dtype | None = None,
+) -> Tree:
     """varying -> varying: rank r sends its part j to rank j.
 
         rank 0    [a0, a1] -> [a0, b0]        [g0, h0] <- [g0, g1]
@@ -174,18 +208,28 @@ def all_to_all(x: Tree, axis: str, *, split_dim: int, concat_dim: int, tiled: bo
     the order of ranks. Else the size of ``split_dim`` is the number of ranks, and a new dim ``concat_dim`` replaces it.
     Transpose: the same with the two dims exchanged.
     """
-    one = _resolve_one(axis)
+    one, wires = _resolve_one(axis), _wires(wire, cotangent_wire)
 
     def exchanged(name: str, leaf: torch.Tensor) -> torch.Tensor:
         place = _dim(name, "concat_dim", concat_dim, leaf.dim())
         parts = _parts_first(name, "split_dim", leaf, split_dim, (one,), tiled)
-        arrived = primitives.along(primitives.exchange, parts, (one,)).movedim(0, place)
+        _, formats = _compression(leaf, (one,), wires)
+        rows = parts.reshape(one.size, parts.shape[1:].numel())
+        arrived = primitives.along(primitives.exchange, rows, (one,), *_wire(leaf.dtype, formats))
+        arrived = arrived.reshape(parts.shape).movedim(0, place)
         return arrived.flatten(place, place + 1) if tiled else arrived
 
     return _map(x, exchanged)
 
 
-def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
+def ppermute(
+    x: Tree,
+    axis: str,
+    perm: Sequence[tuple[int, int]],
+    *,
+    wire: torch.dtype | None = None,
+    cotangent_wire: torch.dtype | None = None,
+) -> Tree:
     """varying -> varying: for each pair (source, destination) of ``perm``, the source's value on the destination.
 
     A rank that nobody sends to gets zeros. Drawn for ``[(0, 1)]``:
@@ -195,7 +239,7 @@ def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
 
     Transpose: ppermute the other way. Raises ValueError for a rank that is out of range, or sends or receives twice.
     """
-    one = _resolve_one(axis)
+    one, wires = _resolve_one(axis), _wires(wire, cotangent_wire)
     pairs = tuple((operator.index(source), operator.index(destination)) for source, destination in perm)
     for role, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if any(not 0 <= rank < one.size for rank in ranks) or len(set(ranks)) < len(ranks):
@@ -203,7 +247,13 @@ def ppermute(x: Tree, axis: str, perm: Sequence[tuple[int, int]]) -> Tree:
                 f"perm: {list(pairs)}, expected pairs (source, destination) in which each of the {one.size} ranks of "
                 f"axis {axis!r} is a {role} at most once"
             )
-    return _map(x, lambda name, leaf: primitives.along(primitives.permute, leaf, (one,), pairs))
+
+    def permuted(name: str, leaf: torch.Tensor) -> torch.Tensor:
+        _, formats = _compression(leaf, (one,), wires)
+        moved = primitives.along(primitives.permute, leaf.reshape(-1), (one,), pairs, *_wire(leaf.dtype, formats))
+        return moved.reshape(leaf.shape)
+
+    return _map(x, permuted)
 
 
 def broadcast(x: Tree, axis: str, root: int = 0) -> Tree:
@@ -277,28 +327,71 @@ def _map(x: Tree, collective: Callable[[str, torch.Tensor], torch.Tensor]) -> Tr
 
 
 def _summable(name: str, x: torch.Tensor) -> torch.Tensor:
+    if _is_float8(x.dtype):
+        raise TypeError(f"{name}: a sum in {x.dtype}, expected a wider dtype: float8 is one to travel in, a wire")
     if x.dtype == torch.bool:
         raise TypeError(f"{name}: a sum of bools, expected numbers: convert them, or use pmax for any and pmin for all")
     return x
 
 
 def _ordered(name: str, x: torch.Tensor) -> torch.Tensor:
-    if x.is_complex():
-        raise TypeError(f"{name}: {x.dtype} has no order, expected real numbers, integers or bools")
+    if x.is_complex() or _is_float8(x.dtype):
+        raise TypeError(f"{name}: {x.dtype} has no order, expected real numbers wider than 8 bits, integers or bools")
     return x
 
 
-def _wire(
+def _sum(x: torch.Tensor, axes: tuple[Axis, ...], wires: Formats) -> torch.Tensor:
+    """psum of one tensor."""
+    across, formats = _compression(x, axes, wires)
+    if not any(formats):
+        return primitives.along(primitives.psum, x, axes)
+    size, wire = _size(across), _wire(x.dtype, formats)
+    rows = pad(x.reshape(-1), (0, -x.numel() % size)).reshape(*(one.size for one in across), -(-x.numel() // size))
+    part = primitives.along(primitives.scatter, rows, across, *wire)
+    whole = primitives.along(primitives.gather, part, across[::-1], *wire)
+    return whole.reshape(rows.numel())[: x.numel()].reshape(x.shape)
+
+
+def _wires(wire: torch.dtype | None, cotangent_wire: torch.dtype | None) -> Formats:
+    """The formats in which values and cotangents are to travel."""
+    for argument, given in (("wire", wire), ("cotangent_wire", cotangent_wire)):
+        if given is not None and given not in FORMATS:
+            known = ", ".join(map(str, FORMATS))
+            raise TypeError(f"{argument}: {given!r}, expected a format that numbers can travel in, {known}, or None")
+    return wire, cotangent_wire
+
+
+def _compression(x: torch.Tensor, axes: tuple[Axis, ...], wires: Formats) -> tuple[tuple[Axis, ...], Formats]:
+    """The formats in which ``x`` and its cotangent travel, and the axes: without those of one rank, if compressed."""
+    several = tuple(axis for axis in axes if axis.size > 1)
+    if several and any(wires) and x.is_floating_point() and not _is_float8(x.dtype):
+        return several, wires
+    return axes, (None, None)
+
+
+def _casts(
     name: str, x: torch.Tensor, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
-) -> tuple[primitives.Wire, ...]:
-    """How a gather casts; nothing where it does not."""
-    if dtype is None and reduce_dtype is None:
+) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """The dtypes of a gather, checked."""
+    if dtype is not None or reduce_dtype is not None:
+        for given in (x.dtype, dtype or x.dtype, reduce_dtype or x.dtype):
+            if not given.is_floating_point or _is_float8(given):
+                into = given if given != x.dtype else dtype or x.dtype
+                raise TypeError(f"{name}: a gather of {x.dtype} in {into}, expected floating-point dtypes above 8 bits")
+    return dtype, reduce_dtype
+
+
+def _wire(
+    given: torch.dtype, formats: Formats, result: torch.dtype | None = None, summed: torch.dtype | None = None
+) -> tuple[Wire, ...]:
+    """The Wire of a primitive; nothing where numbers travel as they are."""
+    if not any((*formats, result, summed)):
         return ()
-    wire = primitives.Wire(x.dtype, dtype or x.dtype, reduce_dtype or x.dtype)
-    for given in (wire.given, wire.sent, wire.summed):
-        if not given.is_floating_point:
-            raise TypeError(f"{name}: a gather of {wire.given} in {wire.sent}, expected floating-point dtypes")
-    return (wire,)
+    return (Wire(given, result or given, summed or given, *formats),)
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
 
 
 def _dim(name: str, argument: str, dim: int, number: int) -> int:

@@ -37,13 +37,14 @@ class Axis:
 class Environment:
     """How what is traced is to be treated.
 
-    ``axes``: the mesh axes, in order. ``outline``: a jit is tracing, so regions become opaque calls. ``marks``: a joint
-    graph is traced to be cut, so named values leave a mark in it. ``evaluating``: nothing is dropped, and no key is
-    asked for, whatever ``train`` says. ``compute``: the dtype that floating-point inputs of functionalized modules are
-    cast to.
+    ``axes``: the mesh axes, in order. ``data_axes``: those over which the batch is split. ``outline``: a jit traces, so
+    regions become opaque calls. ``marks``: a joint graph is traced to be cut, so named values leave a mark in it.
+    ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train`` says. ``compute``: the dtype that
+    floating-point inputs of functionalized modules are cast to.
     """
 
     axes: tuple[Axis, ...] = ()
+    data_axes: tuple[str, ...] = ()
     outline: bool = False
     marks: bool = False
     evaluating: bool = False
@@ -52,7 +53,7 @@ class Environment:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a graph traced in this environment depends on, hashable."""
-        return (self.outline, self.evaluating, self.compute, *(axis.key for axis in self.axes))
+        return (self.data_axes, self.outline, self.evaluating, self.compute, *(axis.key for axis in self.axes))
 
     @property
     def indices(self) -> tuple[torch.Tensor, ...]:

@@ -129,10 +129,15 @@ def real_mesh(axes: Mapping[str, int] | Callable[[int], Mapping[str, int]], devi
 
 
 def mesh_of(device_mesh: DeviceMesh) -> Mesh:
-    """The Mesh of a torch DeviceMesh with named dims. Raises ValueError where ranks do not ascend along each dim."""
+    """The Mesh of a torch DeviceMesh with named dims, over all processes of torch.distributed.
+
+    Raises ValueError, on each, where it lacks some of them, or ranks do not ascend along each dim.
+    """
     if not device_mesh.mesh_dim_names:
         raise ValueError("mesh: the DeviceMesh has no mesh_dim_names")
-    ranks = device_mesh.mesh
+    ranks, world = device_mesh.mesh, dist.get_world_size()
+    if (given := sorted(ranks.flatten().tolist())) != list(range(world)):  # a failure, for one, is that of all
+        raise ValueError(f"mesh: the DeviceMesh holds ranks {given} of {world} processes, expected all")
     if any((ranks.diff(dim=dim) < 0).any() for dim in range(ranks.dim())):  # as they do in a process group
         raise ValueError(f"mesh: the ranks of the DeviceMesh must ascend along each dim, got {ranks.tolist()}")
     names, shape = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)

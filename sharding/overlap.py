@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from functional_booster.kernels import block_scale  # noqa: F401 (registers its ops)
+
 from .environment import current
 
 _aten = torch.ops.aten
@@ -29,6 +31,8 @@ _CHEAP = {  # what may stand between a parameter and its gather, or between grad
     _aten.full.default,
     _aten.new_zeros.default,
     _aten.zeros.default,
+    torch.ops.functional_booster.block_scale_encode.default,
+    torch.ops.functional_booster.block_scale_decode_sum.default,
 }
 
 _library = torch.library.Library("functional_booster_overlap", "DEF")
@@ -217,11 +221,16 @@ def _light(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _towards_reductions(nodes: list[Node], light: set[Node]) -> set[Node]:
-    """The starts of reductions, and the cheap ops that bring gradients to them."""
+    """The starts of reductions, and the cheap ops that bring gradients to them; not those of what another reduction
+    brings first, which would be waited for at once."""
+    behind: set[Node] = set()
+    for node in nodes:
+        if (_is_wait(node) and node not in light) or any(parent in behind for parent in node.all_input_nodes):
+            behind.add(node)
     eager: set[Node] = set()
     for node in reversed(nodes):
         towards = any(user in eager for user in node.users) and _is_cheap(node)
-        if node not in light and (_is_start(node) or towards):
+        if node not in light and node not in behind and (_is_start(node) or towards):
             eager.add(node)
     return eager
 

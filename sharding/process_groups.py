@@ -52,9 +52,11 @@ def broadcast(x: torch.Tensor, root: int, group: str) -> torch.Tensor:
 
 
 def _carried(x: torch.Tensor, collective: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """``collective(x)``, waited for; bools travel as bytes and complex numbers as pairs of reals."""
+    """``collective(x)``, waited for; bools and float8 travel as bytes and complex numbers as pairs of reals."""
     if x.dtype == torch.bool:
         return _carried(x.to(torch.uint8), collective).to(torch.bool)
+    if x.is_floating_point() and x.itemsize == 1:
+        return _carried(x.view(torch.uint8), collective).view(x.dtype)
     if x.is_complex():
         return torch.view_as_complex(_carried(torch.view_as_real(x.resolve_conj()), collective))
     return _ops.wait_tensor(collective(x.contiguous()))

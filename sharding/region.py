@@ -25,6 +25,7 @@ from .checkpoint_policies import NAME, Policy
 from .environment import bind, current
 
 Tree = tree.Tree
+DEVICES = ("cpu", "cuda")  # the types of device that may be here
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,12 @@ def region(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 def outlined() -> bool:
     """Whether a region called here is outlined: under autocast, which no graph of its own knows of, it is not."""
-    autocast = any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-    return current().outline and graphs.transforms() in ((), ("Grad",)) and not autocast
+    return current().outline and graphs.transforms() in ((), ("Grad",)) and not autocasts()
+
+
+def autocasts() -> bool:
+    """Whether ``torch.autocast`` is on: a graph that is traced apart would be outside of it."""
+    return any(map(torch.is_autocast_enabled, DEVICES))
 
 
 def call(

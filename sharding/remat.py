@@ -3,7 +3,8 @@ Cost".)"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
     def wrapped(*args: Tree, **kwargs: Tree) -> Tree:
         region.refuse_captured(fn)
         environment = current()
-        simple = graphs.transforms() in ((), ("Grad",))
+        simple = graphs.transforms() in ((), ("Grad",)) and not region.autocasts()
         if simple and (environment.outline or policy is not nothing_saveable):
             return region.call(called, (args, kwargs), cache, policy, environment.outline)
         return _recompute(called, (args, kwargs))
@@ -69,7 +70,7 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
 def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
     leaves, structure = tree.flatten(args)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    environment = current()
+    environment, same_dtypes = current(), _autocast_now()
     indices = environment.indices  # operands, as every batched tensor must be
     structures: list[tree.Structure] = []
 
@@ -77,13 +78,27 @@ def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
         filled = list(leaves)
         for place, tensor in zip(places, tensors[len(indices) :], strict=True):
             filled[place] = tensor
-        with restore(environment.at(tensors[: len(indices)])):
+        with restore(environment.at(tensors[: len(indices)])), same_dtypes():
             outputs, out_structure = tree.flatten(fn(*tree.unflatten(structure, filled)))
         structures[:] = [out_structure]
         return tuple(outputs)
 
     outputs = _recomputing(flat)(*indices, *(leaves[place] for place in places))
     return tree.unflatten(structures[0], outputs)
+
+
+def _autocast_now() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """The present autocast, as a context in which a backward computes what the forward did."""
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in region.DEVICES if torch.is_autocast_enabled(kind)}
+
+    @contextlib.contextmanager
+    def again() -> Generator[None]:
+        with contextlib.ExitStack() as stack:
+            for kind, dtype in dtypes.items():
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+            yield
+
+    return again
 
 
 def _recomputing(flat: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:

@@ -35,20 +35,29 @@ def join(
     dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     buckets: Collection[str] | None = None,
+    wire: torch.dtype | None = None,
+    cotangent_wire: torch.dtype | None = None,
 ) -> Flat:
-    """The whole buffers (of ``buckets`` alone, if given), the floating-point ones in ``dtype``.
+    """The whole buffers (of ``buckets`` alone, if given), the floating-point ones in ``dtype``; those that the layout
+    says are ``kept`` go as they are, here and below.
 
     part -> whole, varying -> invariant. Forward: all_gather in ``dtype``; backward: psum_scatter in ``reduce_dtype``,
     back to the dtype of the parts. A buffer that every rank has whole is cast, and its gradient is left to be summed.
+    ``wire`` and ``cotangent_wire``: the float8 formats in which parts travel there and gradients back, None: as they
+    are.
     """
 
     def whole(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         if buckets is not None and bucket not in buckets:
             return buffer
-        sent, summed = (dtype, reduce_dtype) if buffer.is_floating_point() else (None, None)
-        if axes and not is_whole(parts, bucket):
-            return all_gather(buffer, axes, dtype=sent, reduce_dtype=summed)
-        return buffer.to(sent or buffer.dtype)
+        as_it_is = bucket in parts.layout.kept or not buffer.is_floating_point()
+        if not axes or is_whole(parts, bucket):
+            return buffer if as_it_is else buffer.to(dtype or buffer.dtype)
+        if as_it_is:
+            return all_gather(buffer, axes)
+        return all_gather(
+            buffer, axes, dtype=dtype, reduce_dtype=reduce_dtype, wire=wire, cotangent_wire=cotangent_wire
+        )
 
     return _each(parts, whole)
 
@@ -58,29 +67,35 @@ def transient(parts: Flat) -> Flat:
     return _each(parts, lambda bucket, buffer, axes: overlap.transient(buffer) if axes else buffer)
 
 
-def scatter(partial: Flat, dtype: torch.dtype | None) -> Flat:
+def scatter(partial: Flat, dtype: torch.dtype | None, wire: torch.dtype | None = None) -> Flat:
     """The sums over ranks of whole buffers, each rank's part of them, summed in ``dtype``; what is a part stays.
 
-    partial -> part. Forward: psum_scatter; backward: all_gather.
+    partial -> part. Forward: psum_scatter; backward: all_gather. ``wire``: the float8 format in which terms travel.
     """
 
     def summed(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
         if not axes or not is_whole(partial, bucket):
             return buffer
-        return psum_scatter(buffer.to(dtype or buffer.dtype), axes)
+        if bucket in partial.layout.kept:
+            return psum_scatter(buffer, axes)
+        return psum_scatter(buffer.to(dtype or buffer.dtype), axes, wire=wire)
 
     return _each(partial, summed)
 
 
-def total(partial: Flat, axes: tuple[str, ...], dtype: torch.dtype | None) -> Flat:
+def total(partial: Flat, axes: tuple[str, ...], dtype: torch.dtype | None, wire: torch.dtype | None = None) -> Flat:
     """The sums over ``axes``, less those that split a buffer, in ``dtype``.
 
-    partial -> invariant. Forward: psum; backward: psum.
+    partial -> invariant. Forward: psum; backward: psum. ``wire``: the float8 format in which terms and sums travel.
     """
 
     def summed(bucket: str, buffer: torch.Tensor, split: tuple[str, ...]) -> torch.Tensor:
         rest = tuple(axis for axis in axes if axis not in split)
-        return psum(buffer.to(dtype or buffer.dtype), rest) if axis_size(rest) > 1 else buffer
+        if axis_size(rest) == 1:
+            return buffer
+        if bucket in partial.layout.kept:
+            return psum(buffer, rest)
+        return psum(buffer.to(dtype or buffer.dtype), rest, wire=wire)
 
     return _each(partial, summed)
 

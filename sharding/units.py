@@ -40,6 +40,17 @@ def prefix(name: str, patterns: Collection[str]) -> str | None:
     return ".".join(path[: max(depths)]) if depths else None
 
 
+def check_patterns(argument: str, patterns: Collection[str], abstract: Tree) -> None:
+    """Raise ValueError, with what there is, for patterns (as for ``prefix``) that match no leaf.
+
+    Of a partition, leaves of the other part count as well.
+    """
+    names = tree.names(abstract, lambda node: node is None)
+    if unmatched := [pattern for pattern in patterns if all(prefix(name, (pattern,)) is None for name in names)]:
+        some = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
+        raise ValueError(f"{argument}: {', '.join(map(repr, unmatched))} matches no name of the parameter tree: {some}")
+
+
 def merged(units: Sequence[str], sizes: Sequence[int], least: int) -> list[str]:
     """Each leaf's unit, neighbours joined until a unit has ``least`` bytes; units stay whole.
 

@@ -412,7 +412,9 @@ class TestPrecision:
         assert {leaf.dtype for leaf in fb.tree.leaves((state.params, state.buffers))} == {torch.float32, torch.int64}
 
     def test_unknown_names(self) -> None:
-        with pytest.raises(ValueError, match="mixed_precision: 'half' is not known, expected one of 'fp32', 'bf16'"):
+        with pytest.raises(
+            ValueError, match="mixed_precision: 'half' is not known, expected one of 'fp32', 'bf16', 'fp16'"
+        ):
             fb.Booster(mixed_precision="half")
         with pytest.raises(ValueError, match="device: 'gpu'"):
             fb.Booster(device="gpu")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import test_compressed_collectives as compressed
 import torch
 import torch.distributed as dist
 from processes import RankError, run_on_ranks
@@ -81,6 +82,52 @@ def test_an_axis_of_one_rank_beside_one_of_four(sizes: dict[str, int]) -> None:
     check_against_the_virtual_mesh(["several"], sizes, TRACED)
 
 
+# Collectives that compress: the same bits.
+
+
+def compressed_forms(name: str) -> dict[str, Any]:
+    """A program, its gradient and its batched forms, each from x (R, D) and a batch of them (3, R, D)."""
+    program, loss = compressed.PROGRAMS[name], compressed.loss_of(compressed.PROGRAMS[name])
+    formats = compressed.E4M3, compressed.E5M2
+    return {
+        "value": lambda x, batch: program(x, *formats),
+        "gradient": lambda x, batch: fb.grad(loss)(x),
+        "batched": lambda x, batch: vmap(lambda x: program(x, *formats))(batch),
+        "batched gradient": lambda x, batch: vmap(grad(loss), in_dims=1)(batch.movedim(0, 1)),
+    }
+
+
+def compressed_on_this_rank(sizes: dict[str, int]) -> dict[str, Results]:
+    mesh = real_mesh(sizes, "cpu")
+    x, batch = compressed.inputs(mesh=mesh)[mesh.place], compressed.inputs(3, mesh=mesh)[(slice(None), *mesh.place)]
+
+    def traced(x: torch.Tensor, batch: torch.Tensor, name: str) -> torch.Tensor:
+        lowered = fb.jit(fb.grad(compressed.loss_of(compressed.PROGRAMS[name]))).lower(x)
+        assert {one.dtype for one in lowered.collectives} >= {torch.uint8}
+        return lowered.module(x)[0]
+
+    return {
+        name: {
+            **{form: spmd(fn, mesh)(x, batch) for form, fn in compressed_forms(name).items()},
+            "traced": spmd(lambda x, batch, name=name: traced(x, batch, name), mesh)(x, batch),
+        }
+        for name in compressed.PROGRAMS
+    }
+
+
+@pytest.mark.parametrize("sizes", [{"a": 1, "b": 2}, {"a": 2, "b": 2}], ids=str)
+def test_compressed_collectives_have_the_bits_of_the_virtual_mesh(sizes: dict[str, int]) -> None:
+    mesh = virtual_mesh(**sizes)
+    x, batch = compressed.inputs(mesh=mesh), compressed.inputs(3, mesh=mesh).movedim(0, 2)
+    ranks = run_on_ranks(mesh.size, compressed_on_this_rank, sizes)
+    for name in compressed.PROGRAMS:
+        expected = {form: spmd(fn, mesh)(x, batch) for form, fn in compressed_forms(name).items()}
+        expected["traced"] = expected["gradient"]
+        for rank, found in enumerate(ranks):
+            for form, value in found[name].items():
+                assert torch.equal(value, expected[form][divmod(rank, sizes["b"])]), (name, form)
+
+
 DTYPES = (torch.float32, torch.bfloat16, torch.int32, torch.int64, torch.bool, torch.complex64)
 
 
@@ -122,6 +169,29 @@ def test_dtypes() -> None:
                 assert value.dtype == exact.dtype
                 assert value.is_contiguous() or name in ("enter", "all_gather", "all_to_all", "psum_scatter"), name
                 torch.testing.assert_close(value, exact)
+
+
+def moved_bytes() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What each collective that moves makes of float8 numbers and of their bytes."""
+    mesh = real_mesh({"a": 2}, "cpu")
+    data = torch.arange(16, dtype=torch.uint8).view(4, 4) * (5 + mesh.place[0])
+
+    def everywhere(x: torch.Tensor) -> Results:
+        return {
+            "all_gather": c.all_gather(x, "a"),
+            "all_to_all": c.all_to_all(x, "a", split_dim=0, concat_dim=0),
+            "broadcast": c.broadcast(x, "a", 1),
+            "ppermute": c.ppermute(x, "a", [(1, 0), (0, 1)]),
+        }
+
+    as_bytes, as_float8 = spmd(everywhere, mesh)(data), spmd(everywhere, mesh)(data.view(torch.float8_e5m2))
+    return [(value, as_float8[name].view(torch.uint8)) for name, value in as_bytes.items()]
+
+
+def test_float8_moves_as_bytes() -> None:
+    for found in run_on_ranks(2, moved_bytes):
+        for as_bytes, as_float8 in found:
+            assert torch.equal(as_bytes, as_float8)
 
 
 def shapes_of_nothing() -> Results:

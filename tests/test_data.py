@@ -39,7 +39,6 @@ def test_every_epoch_visits_every_example_once(sampling: tuple[int, int], seed: 
 def test_a_batch_depends_on_its_position_alone(sampling: tuple[int, int], seed: int, positions: list[int]) -> None:
     size, batch_size = sampling
     forward = {position: data.indices(position, batch_size, size, seed) for position in positions}
-    data._order.cache_clear()
     for position in reversed(positions):
         assert torch.equal(data.indices(position, batch_size, size, seed), forward[position])
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from processes import run_on_ranks
 from rich.console import Console
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_booster as fb
-from functional_booster.explain import Explanation, Transfer, explain
+from functional_booster.explain import Explanation, explain
 from functional_booster.kernels import tree
 from functional_booster.lowered import readable_bytes
 from functional_booster.plugins import GeminiPlugin
+from functional_booster.sharding import collectives as c
+from functional_booster.sharding.mesh import Mesh, spmd
+from functional_booster.testing.laws import traced
+from functional_booster.transfers import transfers
 
 _CHUNKS = {"search_range_m": 0.001, "min_chunk_size_m": 0.0001, "hidden_dim": 8}
 PLUGINS: dict[str, Any] = {
@@ -77,9 +84,9 @@ def explained(name: str, ranks: int) -> Explanation:
 
 
 @functools.cache
-def explained_with_loss(name: str, ranks: int) -> Explanation:
-    batch = {"x": fb.ArrayInfo((ROWS,), torch.int64)}
-    return explain(MODEL, booster(name, ranks), tx=TX, loss_fn=loss_fn, batch=batch)
+def explained_with_loss(name: str, ranks: int, accumulate: int = 1) -> Explanation:
+    batch = {"x": fb.ArrayInfo((ROWS * accumulate,), torch.int64)}
+    return explain(MODEL, booster(name, ranks), tx=TX, loss_fn=loss_fn, batch=batch, accumulate=accumulate)
 
 
 def nbytes(values: Any) -> int:
@@ -119,21 +126,51 @@ def test_leaves_and_padding_are_all_that_parameters_are(name: str) -> None:
 Moved = list[tuple[Any, ...]]
 
 
+def listed(collectives: Iterable[Any]) -> Moved:
+    return sorted(((one.op, one.axis, one.dtype, one.count, one.bytes) for one in collectives), key=str)
+
+
 def moved(found: Explanation) -> Moved:
-    return sorted(((one.op, one.axis, one.dtype, one.count, one.bytes) for one in found.collectives), key=str)
+    return listed(found.collectives)
 
 
-def on_processes(names: list[str]) -> dict[str, tuple[Moved, int]]:
-    """What the step that runs on this process moves, by axis, and the bytes that init takes."""
-    results = {}
+class Watching(TorchDispatchMode):
+    """Keeps what collectives return, by op and process group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[str, str, torch.dtype], list[int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func._opname != "wait_tensor":
+            group = [arg for arg in args if isinstance(arg, str)][-1]
+            self.seen.setdefault((func._opname, group, result.dtype), []).append(result.nbytes)
+        return result
+
+
+MICROBATCHES = 3
+Found = dict[str, tuple[Moved, Moved, Moved, int]]
+
+
+def on_processes(names: list[str]) -> Found:
+    """By axis, what the graphs of a step and of a microbatch move on this process, and what really goes between
+    processes in a step of microbatches; the bytes that init takes."""
+    results: Found = {}
     for name in names:
         one = fb.Booster("cpu", "bf16", PLUGINS[name])
         state = one.init(MODEL, TX, key=fb.random.key(0))
-        batch = {"x": torch.zeros(ROWS, dtype=torch.int64)}
-        lowered = one.train_step(loss_fn, TX).lower(state, batch)
+        allocated, batch = nbytes(state), {"x": torch.zeros(ROWS * MICROBATCHES, dtype=torch.int64)}
         axes = dict(zip(one.plan.mesh.groups, one.plan.mesh.names, strict=True))
-        kinds = [(c.op, axes[c.axis], c.dtype, c.count, c.bytes) for c in lowered.collectives]
-        results[name] = sorted(kinds, key=str), nbytes(state)
+        step, many = (one.train_step(loss_fn, TX, accumulate=number) for number in (1, MICROBATCHES))
+        graphs = step.lower(state, {"x": batch["x"][:ROWS]}), many.lower(state, batch)
+        shown = [listed(dataclasses.replace(graph, mesh=one.plan.mesh).collectives) for graph in graphs]
+        with traced():
+            state, _ = many(state, batch)  # traces
+            with Watching() as watching:
+                many(state, batch)
+        ran = [(op, axes[group], kind, len(n), sum(n)) for (op, group, kind), n in watching.seen.items()]
+        results[name] = (*shown, sorted(ran, key=str), allocated)  # type: ignore[assignment]
     return results
 
 
@@ -142,10 +179,40 @@ def test_collectives_are_those_of_a_step_on_processes() -> None:
     names = ["zero1-16bit", "zero2-replicas", "fsdp", "gemini-half"]  # sums over axes that do not split, too
     ranks = run_on_ranks(2, on_processes, names, timeout=240)
     for name in names:
-        found = explained_with_loss(name, 2)
-        for really, allocated in (rank[name] for rank in ranks):
-            assert really == moved(found), name
+        found, many = explained_with_loss(name, 2), explained_with_loss(name, 2, MICROBATCHES)
+        for whole, microbatch, ran, allocated in (rank[name] for rank in ranks):
+            assert whole == moved(found), name
+            assert microbatch == listed(many.lowered.collectives), name
+            if name.startswith("zero"):
+                assert ran == moved(many), name
             assert allocated == found.held.total, name
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1-16bit", "zero2-replicas", "fsdp", "fsdp-once"])
+def test_microbatches_reduce_each_and_synchronize_once(name: str) -> None:
+    """Calls and bytes are linear in the number of microbatches; by how much is what the plugin does for each."""
+    one, *more = (explained_with_loss(name, 8, number) for number in (2, 3, 5))
+    calls = [{(c.op, c.axis, c.dtype): (c.count, c.bytes, c.wire) for c in e.collectives} for e in (one, *more)]
+    assert calls[0].keys() == calls[1].keys() == calls[2].keys()
+    grown = {kind: tuple(b - a for a, b in zip(calls[0][kind], calls[1][kind], strict=True)) for kind in calls[0]}
+    for kind, (first, second) in {kind: (calls[1][kind], calls[2][kind]) for kind in grown}.items():
+        assert second == tuple(a + 2 * b for a, b in zip(first, grown[kind], strict=True))
+    each = {op: count for (op, _, _), (count, *_) in grown.items() if count}
+    gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
+    expected = {"ddp": {}, "zero1-16bit": {}, "zero2-replicas": {scatter: 2}, "fsdp-once": {scatter: 7}}
+    assert each == expected.get(name, {gather: each.get(gather), scatter: 7})
+    assert explained(name, 8).work.gradients == one.work.gradients
+
+
+def test_the_table_says_how_many_microbatches() -> None:
+    found = explain(MODEL, booster("fsdp", 8), tx=TX, accumulate=4)
+    assert "8 ranks (dp=1, fsdp=8), 4 microbatches a step" in str(found)
+    assert found.accumulate == 4
+    with pytest.raises(ValueError, match="accumulate: 0, expected a whole number of microbatches"):
+        explain(MODEL, booster("fsdp", 8), tx=TX, accumulate=0)
+    batch = {"x": fb.ArrayInfo((ROWS,), torch.int64)}
+    with pytest.raises(ValueError, match="batch: 6 rows cannot be split into accumulate=4"):
+        explain(MODEL, booster("fsdp", 8), tx=TX, loss_fn=loss_fn, batch=batch, accumulate=4)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("zero2-replicas", 2), ("fsdp-once", 8)])
@@ -213,17 +280,26 @@ def test_a_given_loss_adds_its_flops_and_temporaries() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "result", "sent"),
+    ("collective", "op", "result", "sent"),
     [
-        ("all_gather_into_tensor", 400, 300),
-        ("reduce_scatter_tensor", 100, 300),
-        ("all_reduce", 400, 600),
-        ("all_to_all_single", 400, 300),
-        ("broadcast", 400, 400),
+        (lambda x: c.all_gather(x, "dp"), "all_gather_into_tensor", 1600, [1200] * 4),
+        (lambda x: c.psum_scatter(x, "dp"), "reduce_scatter_tensor", 100, [300] * 4),
+        (lambda x: c.psum(x, "dp"), "all_reduce", 400, [600] * 4),
+        (lambda x: c.all_to_all(x, "dp", split_dim=0, concat_dim=0), "all_to_all_single", 400, [300] * 4),
+        (lambda x: c.broadcast(x, "dp"), "broadcast", 400, [400] * 4),
+        # The last one of a chain sends to nobody; one that keeps its own puts nothing on the wire.
+        (lambda x: c.ppermute(x, "dp", [(0, 1), (1, 2), (2, 3)]), "all_to_all_single", None, [400, 400, 400, 0]),
+        (lambda x: c.ppermute(x, "dp", [(0, 0), (2, 1)]), "all_to_all_single", None, [0, 0, 400, 0]),
     ],
 )
-def test_bytes_on_the_wire_of_a_ring_of_four(op: str, result: int, sent: int) -> None:
-    assert Transfer(op, "dp", 4, torch.float32, 1, result).wire == sent
+def test_bytes_that_each_of_four_ranks_sends(collective: Any, op: str, result: int | None, sent: list[int]) -> None:
+    for place, expected in enumerate(sent):
+        mesh = Mesh((("pp", 1), ("dp", 4)), (None, "7"), (0, place))
+        lowered = spmd(fb.jit(collective).lower, mesh)(torch.ones(4, 25))
+        (found,) = transfers([(3, dataclasses.replace(lowered, mesh=mesh))], mesh)
+        assert (found.op, found.axis, found.ranks, found.count) == (op, "dp", 4, 3)
+        assert found.wire == 3 * expected
+        assert result is None or found.bytes == 3 * result
 
 
 def test_the_table_is_one_that_a_person_reads() -> None:
@@ -280,8 +356,8 @@ Dtypes: param float32, compute bfloat16, output float32, reduce float32, accumul
  frozen parameters                        768 B
  optimizer state                       3.51 KiB
  buffers                                   24 B
- counters and key                          28 B
- together                              6.06 KiB
+ counters and key                          36 B
+ together                              6.07 KiB
    of that padding                     2.22 KiB
 
  while a step runs, on top
@@ -290,12 +366,12 @@ Dtypes: param float32, compute bfloat16, output float32, reduce float32, accumul
  gradients of a batch                  1.75 KiB
 
 
- collectives of a step    axis       dtype      calls   bytes of results   bytes sent (ring)
- ───────────────────────────────────────────────────────────────────────────────────────────
- all_gather_into_tensor   fsdp (8)   bfloat16      14          14.00 KiB           12.25 KiB
- reduce_scatter_tensor    fsdp (8)   float32        7           1.75 KiB           12.25 KiB
- all_gather_into_tensor   fsdp (8)   int64          1           4.00 KiB            3.50 KiB
- all_gather_into_tensor   fsdp (8)   float64        1               64 B                56 B
- all_reduce               fsdp (8)   int64          1               24 B                42 B
- all_reduce               fsdp (8)   float64        1               16 B                28 B
+ collectives of a step    axis       dtype      calls   bytes of results   bytes sent
+ ────────────────────────────────────────────────────────────────────────────────────
+ all_gather_into_tensor   fsdp (8)   bfloat16      14          14.00 KiB    12.25 KiB
+ reduce_scatter_tensor    fsdp (8)   float32        7           1.75 KiB    12.25 KiB
+ all_gather_into_tensor   fsdp (8)   int64          1           4.00 KiB     3.50 KiB
+ all_gather_into_tensor   fsdp (8)   float64        1               64 B         56 B
+ all_reduce               fsdp (8)   int64          1               24 B         42 B
+ all_reduce               fsdp (8)   float64        1               16 B         28 B
 """

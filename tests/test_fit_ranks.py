@@ -37,7 +37,7 @@ def mine(position: int) -> torch.Tensor:
 
 def run(plugin: Any, mesh: Any, batches: Any, hooks: Any = (), steps: int = 6, params: Any = None) -> Any:
     pure, tx = model(), fb.optim.adamw(0.1)
-    booster = fb.Booster(device="cpu", plugin=plugin, mesh=mesh)
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=plugin, mesh=mesh)
     if params is None:
         params = {"weight": torch.ones(2, 3, dtype=torch.float64), "bias": torch.zeros(2, dtype=torch.float64)}
     state = booster.init(pure, tx, key=fb.random.key(1), params=params)
@@ -101,7 +101,7 @@ def stopped(act: Callable[[], None], folder: str) -> tuple[int, Any]:
         if dist.get_rank() == 1 and n == 2:
             act()
 
-    booster = fb.Booster(device="cpu", plugin=fb.TorchFSDPPlugin())
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=fb.TorchFSDPPlugin())
     state = run(fb.TorchFSDPPlugin(), None, mine, [hook, Checkpoint(booster.save, folder, 100)])
     return int(state.position), whole(state)
 

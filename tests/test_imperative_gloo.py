@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from processes import run_on_ranks
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import functional_booster as fb
@@ -75,7 +76,7 @@ def local_batch(number: int, rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def boosted(plugin: str, module: nn.Module) -> tuple[fb.Booster, Any, Any]:
-    booster = fb.Booster(device="cpu", plugin=PLUGINS[plugin]())
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=PLUGINS[plugin]())
     model, optimizer, *_ = booster.boost(module, adamw(module))
     return booster, model, optimizer
 
@@ -209,6 +210,31 @@ def test_state_dicts_are_whole_and_go_from_plugin_to_plugin(plugin: str, other: 
     assert {name: value.shape for name, value in first[0].items()} == {
         name: value.shape for name, value in make(0).state_dict().items()
     }
+
+
+def test_parameters_that_some_ranks_froze_are_an_error_on_all() -> None:
+    told = run_on_ranks(2, freezes_for_itself)
+    assert told == ["ranks train different parameters: middle.weight (1 of 2 ranks)"] * 2
+
+
+def freezes_for_itself() -> str:
+    booster, model, optimizer = boosted("zero1", make(0))
+    train(booster, model, optimizer, range(1))
+    dict(model.named_parameters())["middle.weight"].requires_grad_(dist.get_rank() == 0)
+    with pytest.raises(RuntimeError) as caught:
+        train(booster, model, optimizer, range(1))
+    return str(caught.value)
+
+
+def test_a_device_mesh_over_some_of_the_processes_is_refused_on_all() -> None:
+    """The watchdog, for one, is that of all."""
+    assert run_on_ranks(2, lays_out_alone) == ["mesh: the DeviceMesh holds ranks [0] of 2 processes, expected all"] * 2
+
+
+def lays_out_alone() -> str:
+    with pytest.raises(ValueError, match="DeviceMesh") as caught:
+        fb.Booster(device="cpu", plugin=PLUGINS["ddp"](), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
+    return str(caught.value)
 
 
 def test_a_rank_without_a_batch_is_an_error_on_all() -> None:

@@ -86,7 +86,7 @@ class Twins:
         self.plain_schedule, schedule = (
             torch.optim.lr_scheduler.CosineAnnealingLR(each, 6) for each in (self.plain_optimizer, made)
         )
-        self.booster = fb.Booster(device="cpu", plugin=plugin, mesh=mesh)
+        self.booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=plugin, mesh=mesh)
         self.model, self.optimizer, _, _, self.schedule = self.booster.boost(module, made, lr_scheduler=schedule)
 
     def backward(self, x: torch.Tensor, y: torch.Tensor, more: bool = False) -> None:
@@ -158,7 +158,23 @@ def test_max_norm_of_a_plugin(mesh: Any) -> None:
     twins.assert_same()
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
+class WithCopies(plugins.TorchDDPPlugin):
+    """Half of the ranks are along an axis that does not split the batch."""
+
+    def axes(self, ranks: int) -> dict[str, int]:
+        return {"dp": ranks // 2, "copy": 2}
+
+
+def test_ranks_with_the_same_rows_count_them_once() -> None:
+    """The correction of the running variance tells how many rows there were."""
+    twins = Twins(WithCopies(), fb.virtual_mesh(4), adamw)
+    for step in range(3):
+        twins.backward(*batch(step))
+        twins.step()
+    twins.assert_same()
+
+
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp", "copies"])
 def test_batch_statistics_of_the_functional_step(plugin: str) -> None:
     """Those of the whole batch: of images, with weights and without, in a moving and a cumulative average."""
     torch.manual_seed(0)
@@ -177,7 +193,8 @@ def test_batch_statistics_of_the_functional_step(plugin: str) -> None:
         return (out * weights).pow(3).sum(), len(out), {"buffers": buffers}
 
     results = []
-    for booster in (fb.Booster("cpu"), fb.Booster("cpu", plugin=PLUGINS[plugin](), mesh=fb.virtual_mesh(4))):
+    make = {**PLUGINS, "copies": WithCopies}[plugin]
+    for booster in (fb.Booster("cpu"), fb.Booster("cpu", "fp32", plugin=make(), mesh=fb.virtual_mesh(4))):
         state = booster.init(model, tx, key=fb.random.key(0))
         for _ in range(3):
             state, metrics = booster.train_step(loss_fn, tx, jit=False)(state, {"x": x})
@@ -371,7 +388,7 @@ def test_a_hugging_face_model_trains_by_its_own_loss(plugin: str) -> None:
 def test_dropout_is_that_of_the_functional_step() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
     mesh, x = fb.virtual_mesh(4), torch.randn(8, 4, dtype=torch.float64)
-    booster = fb.Booster(device="cpu", plugin=plugins.LowLevelZeroPlugin(), mesh=mesh)
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=plugins.LowLevelZeroPlugin(), mesh=mesh)
     boosted, *_ = booster.boost(module, key=fb.random.key(3))
     model = fb.functionalize(module)
 
@@ -412,7 +429,9 @@ def test_outputs_of_ranks_are_joined() -> None:
         def forward(self, x: torch.Tensor, scale: torch.Tensor, name: str) -> dict[str, Any]:
             return {"rows": (x * scale, [x.sum(-1)]), "mean": x.mean(), "rows seen": torch.tensor(len(x)), name: None}
 
-    booster = fb.Booster(device="cpu", plugin=plugins.TorchFSDPPlugin(), mesh=fb.virtual_mesh(dp=2, fsdp=2))
+    booster = fb.Booster(
+        device="cpu", mixed_precision="fp32", plugin=plugins.TorchFSDPPlugin(), mesh=fb.virtual_mesh(dp=2, fsdp=2)
+    )
     model, *_ = booster.boost(Various())
     x = torch.randn(8, 3)
     outputs = model(x, torch.tensor(2.0), name="name")

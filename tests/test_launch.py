@@ -84,7 +84,7 @@ for call in launch_from_slurm, launch_from_openmpi:
 def test_without_a_launcher_the_missing_variables_and_the_remedy_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(RuntimeError, match=r"RANK, WORLD_SIZE, MASTER_PORT, LOCAL_RANK, MASTER_ADDR not set.*torchrun"):
+    with pytest.raises(RuntimeError, match=r"RANK, WORLD_SIZE, LOCAL_RANK, MASTER_PORT, MASTER_ADDR not set.*torchrun"):
         launch_from_torch()
     for name in VARIABLES[1:]:
         monkeypatch.setenv(name, "1")

@@ -80,7 +80,7 @@ def loss_fn(params: Any, batch: Any) -> Any:
 
 def trained(steps: int, every: int) -> list[fb.TrainState]:
     """The state after each step."""
-    booster = fb.Booster(device="cpu", plugin=LocalSGD(every), mesh=fb.virtual_mesh(2))
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=LocalSGD(every), mesh=fb.virtual_mesh(2))
     states = [booster.init(PROBLEM.model, SGD, key=PROBLEM.key)]
     step = booster.train_step(loss_fn, SGD, jit=False, donate=False)
     for _ in range(steps):
@@ -112,7 +112,7 @@ def test_between_means_each_rank_is_a_run_of_its_own() -> None:
 
 
 def a_rank_with_a_nan() -> bool:
-    booster = fb.Booster(device="cpu", plugin=LocalSGD(2))
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=LocalSGD(2))
     state = booster.init(PROBLEM.model, SGD, key=PROBLEM.key)
     rows = PROBLEM.batch["x"].chunk(2)[booster.plan.mesh.place[0]].clone()
     if booster.plan.mesh.place == (1,):

@@ -39,7 +39,7 @@ def traced(name: str) -> GraphModule:
 
 @functools.cache
 def _traced(name: str) -> GraphModule:
-    virtual = fb.Booster(device="cpu", plugin=PLUGINS[name], mesh=fb.virtual_mesh(4))
+    virtual = fb.Booster(device="cpu", mixed_precision="fp32", plugin=PLUGINS[name], mesh=fb.virtual_mesh(4))
     axes = virtual.mesh.axes
     groups = tuple(axis if size > 1 else None for axis, size in axes)
     plan = Plan(PLUGINS[name], Mesh(axes, groups, (0,) * len(axes)))

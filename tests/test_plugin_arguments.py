@@ -18,9 +18,9 @@ from functional_booster.plugins import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
     max_norm_under,
-    policy_under,
+    precision_under,
 )
-from functional_booster.precision import Policy, policy_of
+from functional_booster.precision import Policy, precision_of
 
 # As Colossal-AI has them, but for ``precision``, which is the Booster's by default.
 SCALER = {
@@ -111,22 +111,47 @@ def test_names_order_and_defaults(kind: type) -> None:
     assert hash(kind()) == hash(kind())
 
 
+class Unhashable:
+    """A function from names to units that cannot be static."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, name: str) -> str:
+        return name
+
+    def __repr__(self) -> str:
+        return "Unhashable()"
+
+
 REFUSED = [
     (TorchDDPPlugin, {"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb: -1, expected a finite number, at least 0"),
     (TorchDDPPlugin, {"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb: '25', expected a number"),
     (TorchDDPPlugin, {"fp8_communication": True}, ValueError, "fp8_communication: True is not supported"),
     (LowLevelZeroPlugin, {"stage": 3}, ValueError, "stage: 3, expected 1 or 2 (3 is fb.GeminiPlugin"),
-    (LowLevelZeroPlugin, {"stage": True}, ValueError, "stage: True, expected 1 or 2"),
+    (LowLevelZeroPlugin, {"stage": True}, TypeError, "stage: True, expected 1 or 2"),
+    (LowLevelZeroPlugin, {"stage": 1.0}, TypeError, "stage: 1.0, expected 1 or 2"),
+    (LowLevelZeroPlugin, {"overlap_communication": []}, TypeError, "overlap_communication: [], expected True or False"),
+    (TorchDDPPlugin, {"static_graph": [1]}, TypeError, "static_graph: [1], expected True or False"),
     (LowLevelZeroPlugin, {"precision": "int3"}, ValueError, "precision: 'int3' is not known"),
-    (LowLevelZeroPlugin, {"precision": 16}, TypeError, "precision: int, expected a name, a Policy or None"),
+    (
+        LowLevelZeroPlugin,
+        {"precision": 16},
+        TypeError,
+        "precision: int, expected a name, a MixedPrecision, a Policy or None",
+    ),
     (LowLevelZeroPlugin, {"norm_type": 1.0}, ValueError, "norm_type: 1.0, expected 2.0"),
     (LowLevelZeroPlugin, {"max_norm": -1.0}, ValueError, "max_norm: -1.0, expected"),
     (LowLevelZeroPlugin, {"max_norm": float("nan")}, ValueError, "max_norm: nan, expected"),
     (LowLevelZeroPlugin, {"initial_scale": 2**33}, ValueError, "initial_scale: 8589934592, expected one from"),
     (LowLevelZeroPlugin, {"growth_factor": 0.5}, ValueError, "growth_factor: 0.5, expected"),
     (LowLevelZeroPlugin, {"backoff_factor": 2}, ValueError, "backoff_factor: 2, expected a number up to 1"),
-    (LowLevelZeroPlugin, {"growth_interval": 0}, ValueError, "growth_interval: got 0"),
-    (LowLevelZeroPlugin, {"hysteresis": 1.5}, TypeError, "hysteresis: got float"),
+    (
+        LowLevelZeroPlugin,
+        {"growth_interval": 0},
+        ValueError,
+        "growth_interval: 0, expected a finite number, at least 1",
+    ),
+    (LowLevelZeroPlugin, {"hysteresis": 1.5}, TypeError, "hysteresis: 1.5, expected a whole number"),
     (LowLevelZeroPlugin, {"communication_dtype": torch.int8}, TypeError, "communication_dtype: torch.int8, expected"),
     (LowLevelZeroPlugin, {"cpu_offload": "cpu"}, TypeError, "cpu_offload: 'cpu', expected True or False"),
     (LowLevelZeroPlugin, {"cast_inputs": False}, ValueError, "cast_inputs: False is not supported, expected True"),
@@ -140,10 +165,33 @@ REFUSED = [
     (TorchFSDPPlugin, {"mixed_precision": "int3"}, ValueError, "mixed_precision: 'int3' is not known"),
     (
         TorchFSDPPlugin,
-        {"mixed_precision": fsdp.MixedPrecision(torch.bfloat16, buffer_dtype=torch.float16)},
+        {"mixed_precision": fsdp.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)},
         ValueError,
-        "mixed_precision: buffer_dtype=torch.float16 is not supported",
+        "mixed_precision: buffer_dtype=torch.bfloat16 is not supported, expected None: buffers are not cast",
     ),
+    (
+        TorchFSDPPlugin,
+        {"mixed_precision": fsdp.MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)},
+        ValueError,
+        "mixed_precision: keep_low_precision_grads=True is not supported, expected False",
+    ),
+    (
+        TorchFSDPPlugin,
+        {"mixed_precision": fsdp.MixedPrecision(torch.bfloat16, cast_root_forward_inputs=False)},
+        ValueError,
+        "mixed_precision: cast_root_forward_inputs=False is not supported, expected True",
+    ),
+    (
+        TorchFSDPPlugin,
+        {"mixed_precision": fsdp.MixedPrecision(torch.bfloat16, _module_classes_to_ignore=[torch.nn.LayerNorm])},
+        ValueError,
+        "mixed_precision: _module_classes_to_ignore=[",
+    ),
+    (TorchFSDPPlugin, {"ignored_modules": 5}, TypeError, "ignored_modules: int 5, expected names in the parameter"),
+    (TorchFSDPPlugin, {"ignored_modules": 0}, TypeError, "ignored_modules: int 0, expected names in the parameter"),
+    (TorchFSDPPlugin, {"auto_wrap_policy": 1.5}, TypeError, "auto_wrap_policy: float 1.5, expected names in the"),
+    (TorchFSDPPlugin, {"auto_wrap_policy": ["h.*", None]}, TypeError, "auto_wrap_policy: NoneType None, expected"),
+    (TorchFSDPPlugin, {"auto_wrap_policy": Unhashable()}, TypeError, "auto_wrap_policy: Unhashable() cannot be hashed"),
     (
         TorchFSDPPlugin,
         {"ignored_modules": [torch.nn.ReLU()]},
@@ -163,6 +211,22 @@ REFUSED = [
     (GeminiPlugin, {"tp_size": 2}, ValueError, "tp_size: 2 is not supported, expected 1"),
     (GeminiPlugin, {"chunk_config_dict": {}}, ValueError, "chunk_config_dict: {} is not supported"),
 ]
+
+
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        TorchDDPPlugin(bucket_cap_mb=1),
+        LowLevelZeroPlugin(precision=Policy(compute=torch.bfloat16), communication_dtype=torch.bfloat16),
+        TorchFSDPPlugin(ignored_modules=["b", "a"], auto_wrap_policy={"h.*"}),
+        TorchFSDPPlugin(auto_wrap_policy=str.upper, mixed_precision=fsdp.MixedPrecision(torch.bfloat16)),
+        GeminiPlugin(hidden_dim=8, precision="bf16"),
+    ],
+    ids=repr,
+)
+def test_plugins_are_static_values(plugin: Any) -> None:
+    assert hash(plugin) == hash(dataclasses.replace(plugin))
+    assert {plugin: 1}[dataclasses.replace(plugin)] == 1
 
 
 @pytest.mark.parametrize(("kind", "given", "error", "message"), REFUSED)
@@ -204,26 +268,31 @@ class TestPrecision:
     @pytest.mark.parametrize("kind", [LowLevelZeroPlugin, GeminiPlugin])
     def test_the_plugins_or_the_boosters(self, kind: type) -> None:
         mesh = fb.virtual_mesh(2)
-        assert fb.Booster("cpu", None, kind(precision="bf16"), mesh).policy == policy_of("bf16")
-        assert fb.Booster("cpu", "bf16", kind(), mesh).policy == policy_of("bf16")
-        assert fb.Booster("cpu", "bf16", kind(precision=policy_of("bf16")), mesh).policy == policy_of("bf16")
+        assert fb.Booster("cpu", None, kind(precision="bf16"), mesh).policy == precision_of("bf16").policy
+        assert fb.Booster("cpu", "bf16", kind(), mesh).policy == precision_of("bf16").policy
+        assert (
+            fb.Booster("cpu", "bf16", kind(precision=precision_of("bf16").policy), mesh).policy
+            == precision_of("bf16").policy
+        )
         with pytest.raises(ValueError, match="mixed_precision: 'fp32', but the plugin's precision is 'bf16'"):
             fb.Booster("cpu", "fp32", kind(precision="bf16"), mesh)
 
     def test_what_else_a_plugin_says_of_dtypes(self) -> None:
-        bf16 = policy_of("bf16")
-        assert policy_under(LowLevelZeroPlugin(master_weights=False), "bf16").param == torch.bfloat16
-        low = policy_under(LowLevelZeroPlugin(communication_dtype=torch.bfloat16), "bf16")
+        bf16 = precision_of("bf16").policy
+        assert precision_under(LowLevelZeroPlugin(master_weights=False), "bf16").policy.param == torch.bfloat16
+        low = precision_under(LowLevelZeroPlugin(communication_dtype=torch.bfloat16), "bf16").policy
         assert low == dataclasses.replace(bf16, reduce=torch.bfloat16)
         half = Policy(compute=torch.bfloat16)
-        assert policy_under(GeminiPlugin(force_outputs_fp32=True), half).output == torch.float32
-        assert policy_under(GeminiPlugin(), half) == half
+        assert precision_under(GeminiPlugin(force_outputs_fp32=True), half).policy.output == torch.float32
+        assert precision_under(GeminiPlugin(), half).policy == half
 
     def test_torchs_own(self) -> None:
-        plugin = TorchFSDPPlugin(mixed_precision=fsdp.MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16))
-        assert policy_under(plugin, None) == Policy(compute=torch.bfloat16, reduce=torch.float32)
+        plugin = TorchFSDPPlugin(mixed_precision=fsdp.MixedPrecision(torch.bfloat16, torch.float32))
+        assert precision_under(plugin, None).policy == Policy(compute=torch.bfloat16, reduce=torch.float32)
         plugin = TorchFSDPPlugin(mixed_precision=fsdp.MixedPrecision(torch.bfloat16))
-        assert policy_under(plugin, None) == Policy(compute=torch.bfloat16, reduce=torch.bfloat16)  # as torch sums
+        assert precision_under(plugin, None).policy == Policy(
+            compute=torch.bfloat16, reduce=torch.bfloat16
+        )  # as torch sums
 
 
 class TestFSDP:
@@ -246,6 +315,33 @@ class TestFSDP:
         assert TorchFSDPPlugin().axes(8) == {"dp": 1, "fsdp": 8}
         assert TorchFSDPPlugin(sharding_strategy="NO_SHARD").axes(8) == {"dp": 8, "fsdp": 1}
 
+    @pytest.mark.parametrize("argument", ["ignored_modules", "auto_wrap_policy"])
+    def test_patterns_that_match_nothing_are_named(self, argument: str) -> None:
+        mesh = fb.virtual_mesh(fsdp=2)
+        abstract = {name: fb.ArrayInfo((2,), trainable=name != "still") for name in ("abcdefgh", "still")}
+        model = fb.Model(lambda key: {}, lambda params, x: x, abstract)
+        names = r"'abcdefgh', 'still'"
+        given: dict[str, Any] = {argument: ["ab*", "h.*", "still", "x"]}
+        fitting: dict[str, Any] = {argument: ["ab*", "still"]}
+        booster = fb.Booster("cpu", "fp32", plugin=TorchFSDPPlugin(**given), mesh=mesh)
+        with pytest.raises(
+            ValueError, match=rf"{argument}: 'h\.\*', 'x' matches no name of the parameter tree: {names}"
+        ):
+            booster.abstract(model, fb.optim.sgd(1.0))
+        booster = fb.Booster("cpu", "fp32", plugin=TorchFSDPPlugin(**fitting), mesh=mesh)
+        layouts = booster.abstract(model, fb.optim.sgd(1.0)).layouts  # one of the trained leaf, one of the frozen one
+        assert [len(layout.slots) for layout in layouts if layout is not None] == [1, 1]
+
+    @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+    def test_ranks_that_split_nothing_are_refused(self, strategy: str) -> None:
+        plugin, tree = TorchFSDPPlugin(sharding_strategy=strategy), ({"w": fb.ArrayInfo((2,))}, {"w": ()})
+        with pytest.raises(
+            ValueError, match=rf"{strategy} splits over the axis 'fsdp', as that of fb.virtual_mesh\(fsd"
+        ):
+            plugin.layout(*tree, fb.virtual_mesh(dp=4, fsdp=1))
+        assert plugin.layout(*tree, fb.virtual_mesh(dp=1, fsdp=1)).split
+        assert TorchFSDPPlugin(sharding_strategy="HYBRID_SHARD").layout(*tree, fb.virtual_mesh(dp=4, fsdp=1)).split
+
     def test_wrapping_that_names_no_unit(self) -> None:
         plugin = TorchFSDPPlugin(auto_wrap_policy=lambda name: True)  # type: ignore[arg-type]  # as torch's would say
         with pytest.raises(TypeError, match="auto_wrap_policy: True for the parameter 'w', expected the name of its"):
@@ -256,7 +352,7 @@ class TestClipping:
     """The norm of a step whose gradient is 4 in each of 4 elements: 8 before clipping."""
 
     def moved(self, plugin: Any, max_norm: float | None = None) -> float:
-        booster = fb.Booster("cpu", plugin=plugin, mesh=fb.virtual_mesh(2))
+        booster = fb.Booster("cpu", "fp32", plugin=plugin, mesh=fb.virtual_mesh(2))
         model = fb.Model(
             init=lambda key: {"w": torch.zeros(4, dtype=torch.float64)},
             apply=lambda params, x: params["w"] * x,
@@ -277,7 +373,7 @@ class TestClipping:
     def test_given_twice(self) -> None:
         assert max_norm_under(LowLevelZeroPlugin(max_norm=2.0), 2.0) == 2.0
         assert max_norm_under(TorchDDPPlugin(), None) is None
-        booster = fb.Booster("cpu", plugin=LowLevelZeroPlugin(max_norm=2.0), mesh=fb.virtual_mesh(2))
+        booster = fb.Booster("cpu", "fp32", plugin=LowLevelZeroPlugin(max_norm=2.0), mesh=fb.virtual_mesh(2))
         with pytest.raises(ValueError, match=r"max_norm: 1.0, but the plugin's is 2.0: give one of them"):
             booster.train_step(lambda params, batch: params, fb.optim.sgd(1.0), max_norm=1.0)
 
@@ -285,4 +381,4 @@ class TestClipping:
 @pytest.mark.parametrize("kind", [LowLevelZeroPlugin, GeminiPlugin])
 def test_replicas_that_do_not_divide_the_ranks(kind: type) -> None:
     with pytest.raises(ValueError, match="extra_dp_size: 3 does not divide 8 ranks"):
-        fb.Booster("cpu", plugin=kind(extra_dp_size=3), mesh=fb.virtual_mesh(8))
+        fb.Booster("cpu", "fp32", plugin=kind(extra_dp_size=3), mesh=fb.virtual_mesh(8))

@@ -60,7 +60,7 @@ def test_virtual_ranks_read_what_processes_read(
 def test_the_batches_are_those_that_a_step_takes() -> None:
     """The rows of a virtual mesh's batch go to the ranks that would have read them."""
     plugin, mesh = fb.TorchFSDPPlugin(), fb.virtual_mesh(dp=2, fsdp=2)
-    booster = fb.Booster(device="cpu", plugin=plugin, mesh=mesh)
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=plugin, mesh=mesh)
     axes = tuple(dict(booster.mesh.axes).items())
     (batch,) = read(plugin, booster.mesh, 1, 12, 3)
     for number, place in enumerate(itertools.product(range(2), range(2))):
@@ -86,7 +86,7 @@ def test_one_process_reads_everything() -> None:
 
 def on_a_process(plugin: Any, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
     """What this rank reads by the processes, and by the Booster's mesh."""
-    booster = fb.Booster(device="cpu", plugin=plugin)
+    booster = fb.Booster(device="cpu", mixed_precision="fp32", plugin=plugin)
     return tuple(read(plugin, mesh, 4, 11, 2, shuffle=True, **options) for mesh in (None, booster.mesh))  # type: ignore[return-value]
 
 

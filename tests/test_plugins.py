@@ -133,6 +133,7 @@ OPTIMIZERS = {
 
 def boosters(plugin: Plugin, axes: dict[str, int], **options: Any) -> tuple[fb.Booster, fb.Booster]:
     """One under the plugin, and one on one device."""
+    options = {"mixed_precision": "fp32", **options}
     return fb.Booster("cpu", plugin=plugin, mesh=virtual_mesh(**axes), **options), fb.Booster("cpu", **options)
 
 
@@ -252,10 +253,16 @@ class TestPrecision:
             state = one.init(small, tx, key=fb.random.key(0))
             state, metrics = one.train_step(loss, tx, jit=False)(state, rows())
             assert {leaf.dtype for leaf in fb.tree.leaves(one.full_params(state))} == {torch.float32}
-            results.append((one.full_params(state), metrics))
+            begun = small.init(fb.random.key(0))
+            moved = fb.tree.map(torch.sub, one.full_params(state), begun)
+            results.append((torch.cat([leaf.flatten() for leaf in fb.tree.leaves(moved)]), metrics))
         assert set(seen) == {torch.bfloat16}
-        # A rank rounds the gradients of its rows to bfloat16 where one device rounds their sum.
-        close(*results, tolerance=2e-2)
+        # A rank rounds the gradients of its rows to bfloat16 (8 bits) where one device rounds their sum. Compared is by
+        # what parameters moved, which is small beside them.
+        (got, metrics), (expected, alone) = results
+        assert (got - expected).norm() < 2**-7 * expected.norm()
+        close(metrics["loss"], alone["loss"], tolerance=2**-8)
+        close(metrics["grad_norm"], alone["grad_norm"], tolerance=2**-7)
 
     @pytest.mark.parametrize("plugin", [LowLevelZeroPlugin(master_weights=False), GeminiPlugin(master_weights=False)])
     def test_without_masters_parameters_are_updated_as_they_are_computed_with(self, plugin: Plugin) -> None:
@@ -400,15 +407,15 @@ def test_the_first_chunks_make_up_a_fraction(sizes: list[int], fraction: float, 
     plugin = GeminiPlugin(**SMALL, offload_optim_frac=fraction)
     layout = plugin.layout(abstract, fb.tree.map(lambda _: (), abstract), virtual_mesh(**plugin.axes(ranks)))
     chosen = chunks.leading(layout, fraction)
-    held = [layout.size(bucket) for bucket in chosen]
+    firsts = list(dict.fromkeys(slot.bucket for slot in layout.slots))
+    held = [layout.size(bucket) for bucket in firsts if bucket in chosen]
     assert layout.host == tuple(bucket for bucket in layout.buckets if bucket in chosen)
     assert sum(held) >= fraction * sum(map(layout.size, layout.buckets))
-    assert not chosen or sum(held) - min(held) < fraction * sum(map(layout.size, layout.buckets)) or len(held) > 1
-    firsts = [slot.bucket for slot in layout.slots]
+    assert not chosen or sum(held[:-1]) < fraction * sum(map(layout.size, layout.buckets))
     assert set(itertools.takewhile(chosen.__contains__, firsts)) == chosen
 
 
-@pytest.mark.parametrize(("tx", "precision"), [("groups", "bf16"), ("plain pair", None)])
+@pytest.mark.parametrize(("tx", "precision"), [("groups", "bf16"), ("plain pair", "fp32")])
 @pytest.mark.parametrize(
     "plugin",
     [
@@ -420,13 +427,13 @@ def test_the_first_chunks_make_up_a_fraction(sizes: list[int], fraction: float, 
     ids=["zero1", "zero2", "fsdp", "gemini"],
 )
 def test_what_is_offloaded_stays_on_the_host(
-    plugin: Plugin, precision: str | None, tx: str, monkeypatch: pytest.MonkeyPatch
+    plugin: Plugin, precision: str, tx: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU that is none: fake tensors raise where an op meets tensors of two devices."""
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(booster_module, "_device", lambda device: gpu)
     booster = fb.Booster("cuda", precision, plugin)
-    recipe = step.Recipe(loss_fn, fb.optim.as_transformation(OPTIMIZERS[tx]), booster.policy, max_norm=1.0)
+    recipe = step.Recipe(loss_fn, fb.optim.as_transformation(OPTIMIZERS[tx]), booster.precision, max_norm=1.0)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         params = fb.tree.map(lambda info: torch.empty(info.shape, dtype=info.dtype, device=gpu), MODEL.abstract)
         key = torch.empty(2, dtype=torch.int32, device=gpu)
@@ -434,7 +441,7 @@ def test_what_is_offloaded_stays_on_the_host(
 
         def update(state: fb.TrainState) -> tuple[fb.TrainState, Any, Any]:
             prepared = step.prepare(booster.policy, state)
-            seen = step.gathered(booster.policy, plugin, prepared)
+            seen = step.gathered(booster.precision, plugin, prepared)
             grads = plugin.reduce(fb.tree.map(torch.zeros_like, prepared.trained), booster.policy)
             one = torch.ones((), device=gpu)
             new, metrics = step.update(recipe, state, step.Sums(grads, one, one.double(), {}, {}))
@@ -459,7 +466,7 @@ def _is_flat(node: Any) -> bool:
 @pytest.mark.parametrize("plugin", [fb.TorchDDPPlugin(), fb.LowLevelZeroPlugin(stage=2), fb.TorchFSDPPlugin()])
 def test_gradients_flow_through_the_layout(plugin: Plugin) -> None:
     """``shard`` and ``full_params`` are the ways in and out of a state by the parameter tree."""
-    booster = fb.Booster("cpu", plugin=plugin, mesh=virtual_mesh(4))
+    booster = fb.Booster("cpu", "fp32", plugin=plugin, mesh=virtual_mesh(4))
     model = fb.models.gpt2(n_layer=1, n_head=1, n_embd=4, vocab_size=5, n_positions=3)
     state = booster.init(model, fb.optim.sgd(0.1), key=fb.random.key(0))
 

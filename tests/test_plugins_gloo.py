@@ -33,7 +33,7 @@ PLUGINS: dict[str, Callable[[int], Any]] = {  # of a number of ranks
 def booster_of(name: str) -> fb.Booster:
     if name == "none":
         return fb.Booster(device="cpu")
-    return fb.Booster(device="cpu", plugin=PLUGINS[name](dist.get_world_size()))
+    return fb.Booster(device="cpu", mixed_precision="fp32", plugin=PLUGINS[name](dist.get_world_size()))
 
 
 def mine(batch: Any) -> Any:

@@ -40,7 +40,7 @@ def model() -> fb.Model:
 @functools.cache
 def state_of(case: str) -> fb.TrainState:
     plugin, mesh = CASES[case]
-    return fb.Booster("cpu", plugin=plugin, mesh=mesh).init(model(), TX, key=fb.random.key(0))
+    return fb.Booster("cpu", "fp32", plugin=plugin, mesh=mesh).init(model(), TX, key=fb.random.key(0))
 
 
 @functools.cache
@@ -76,7 +76,7 @@ def test_a_rank_holds_what_its_colour_covers(case: str) -> None:
     rows = drawn(figure_of(case), mesh.size)
     named = [(part, bucket) for part in (state.storage, state.frozen) if part is not None for bucket in part.buffers]
     assert len(rows) == len(named)
-    whole = fb.Booster("cpu", plugin=CASES[case][0], mesh=CASES[case][1]).full_params(state)
+    whole = fb.Booster("cpu", "fp32", plugin=CASES[case][0], mesh=CASES[case][1]).full_params(state)
     for row, (part, bucket) in enumerate(_as_drawn(state)):
         held = part.buffers[bucket].reshape(mesh.size, -1)
         values = flat.ravel(_chosen(whole, part.layout), part.layout).buffers[bucket]
@@ -101,14 +101,14 @@ def test_padding_is_hatched(case: str) -> None:
 
 
 def test_an_abstract_state_looks_the_same_and_rows_are_named(tmp_path: Path) -> None:
-    booster = fb.Booster("cpu", plugin=CASES["fsdp"][0], mesh=CASES["fsdp"][1])
+    booster = fb.Booster("cpu", "fp32", plugin=CASES["fsdp"][0], mesh=CASES["fsdp"][1])
     figure = visualize.sharding(booster.abstract(model(), TX), tmp_path / "sharding.png")
     assert (tmp_path / "sharding.png").read_bytes().startswith(b"\x89PNG")
     assert drawn(figure, 8) == drawn(figure_of("fsdp"), 8)
     labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert labels == ["h.0", "h.0", "h.1", "h.1", "norm", "table"]
     assert figure.axes[0].get_title() == "TorchFSDPPlugin, 8 ranks"
-    offloaded = fb.Booster("cpu", plugin=fb.LowLevelZeroPlugin(cpu_offload=True), mesh=fb.virtual_mesh(2))
+    offloaded = fb.Booster("cpu", "fp32", plugin=fb.LowLevelZeroPlugin(cpu_offload=True), mesh=fb.virtual_mesh(2))
     axes = visualize.sharding(offloaded.abstract(model(), TX)).axes[0]
     assert axes.get_yticklabels()[0].get_text() == "h.0 ... norm (host)"
 

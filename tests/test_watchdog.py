@@ -142,6 +142,44 @@ def test_a_process_that_cannot_end_is_ended(run: Run) -> None:
     assert "stuck_after_failure" in ends[0][1]
 
 
+@pytest.mark.parametrize(
+    ("fault", "plugin", "norm", "ends", "said"),
+    [
+        ("forward", "fsdp", False, [1, 1], "rank 1 failed after gather at step 3: RuntimeError: mat1 and mat2"),
+        ("forward", "zero", True, [1, 1], "rank 1 failed in forward at step 3: RuntimeError: mat1 and mat2"),
+        ("forward, caught", "ddp", True, [1, 1], "rank 1 failed in forward at step 3: RuntimeError: mat1 and mat2"),
+        ("between", "ddp", False, [1, 1], "rank 1 failed after backward at step 3: ValueError: bad gradients"),
+        ("killed", "ddp", True, [1, -9], "rank 1 died after forward at step 3"),
+        ("fewer batches", "ddp", False, [1, 0], "rank 1 ended after optimizer step 2, but rank 0 is in backward at"),
+        ("fewer batches", "fsdp", True, [1, 0], "rank 1 ended after optimizer step 2, but rank 0 is in gather at"),
+        ("state_dict", "fsdp", False, [1, 1], "the ranks part ways: rank 1 is in "),
+        ("load", "ddp", False, [1, 1], "rank 1 failed in load_state_dict at step 2: RuntimeError: Error(s) in loading"),
+    ],
+)
+def test_an_imperative_loop_names_rank_and_step(
+    run: Run, fault: str, plugin: str, norm: bool, ends: list[int], said: str
+) -> None:
+    """On the rank that raised, its own error; on each other one, whose fault it was, and where."""
+    found = run("imperative_loop", fault=fault, plugin=plugin, norm=norm)
+    assert statuses(found) == ends
+    assert "RankFailure: " in last_line(found[0][1]) and said in last_line(found[0][1])
+    if fault in ("forward", "between", "load"):
+        assert "RankFailure" not in found[1][1] and last_line(found[1][1]).startswith(("RuntimeError", "ValueError"))
+
+
+def test_an_imperative_loop_whose_first_rank_raises(run: Run) -> None:
+    """It holds the store, which ends with it."""
+    found = run("imperative_loop", fault="between", plugin="zero", norm=False, culprit=0)
+    assert statuses(found) == [1, 1] and last_line(found[0][1]) == "ValueError: bad gradients"
+    assert last_line(found[1][1]).endswith("rank 0 failed after backward at step 3: ValueError: bad gradients")
+
+
+def test_a_rank_may_look_at_whole_weights_alone(run: Run) -> None:
+    ends = run("looks_alone")
+    assert statuses(ends) == [0, 0]
+    assert all(output.endswith("done\n") and "RankFailure" not in output for _, output in ends)
+
+
 def test_one_process_needs_no_watchdog() -> None:
     assert watchdog.started() is None
     with watchdog.guard("train step", 0):

@@ -25,7 +25,7 @@ class Model:
     (batch statistics, position tables), in fresh storage; ``apply(..., buffers=tree, mutable=True)`` returns
     ``(outputs, new buffers)``. Language models also have ``hidden(params, input_ids, key=, train=) -> (B, T, D)`` and
     ``head(params) -> (V, D)``, whose product is what ``apply`` returns, and ``loss(params, batch, key=None)`` ->
-    (sum, weight), fused over the two.
+    (sum, weight), fused over the two. ``batch_norms``: names of the parameters of batch norms.
     """
 
     init: Callable[..., Tree]
@@ -37,6 +37,7 @@ class Model:
     loss: Any = None
     config: Any = None
     name: str = "model"
+    batch_norms: frozenset[str] = frozenset()
 
 
 def language_model(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arguments import max_norm_under, policy_under
+from .arguments import max_norm_under, precision_under
 from .gemini import GeminiPlugin
 from .low_level_zero import LowLevelZeroPlugin
 from .plugin import Plan, Plugin, plan
@@ -20,5 +20,5 @@ __all__ = [
     "TorchFSDPPlugin",
     "max_norm_under",
     "plan",
-    "policy_under",
+    "precision_under",
 ]

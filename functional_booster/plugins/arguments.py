@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from functional_booster.optim.validate import check_integer
-from functional_booster.precision import Policy, policy_of
+from functional_booster.precision import DynamicScaling, Fp8, MixedPrecision, Policy, compressed, precision_of
 from functional_booster.sharding.mesh import Mesh
 
 
@@ -71,29 +70,21 @@ def check_precision(plugin: Any) -> None:
 
     The arguments of loss scaling have an effect with a precision that scales, and are checked whatever it is.
     """
-    check_policy("precision", plugin.precision)
+    precision_of(plugin.precision, "precision")
     check_size(plugin, "max_norm")
     if plugin.norm_type != 2.0:
         raise ValueError(f"norm_type: {plugin.norm_type!r}, expected 2.0: gradients are clipped by the Euclidean norm")
-    for name in ("initial_scale", "min_scale", "max_scale"):
-        _check_number(name, getattr(plugin, name), math.ulp(0.0), math.inf)
-    if not plugin.min_scale <= plugin.initial_scale <= plugin.max_scale:
-        raise ValueError(
-            f"initial_scale: {plugin.initial_scale}, expected one from min_scale={plugin.min_scale} to "
-            f"max_scale={plugin.max_scale}"
-        )
-    _check_number("growth_factor", plugin.growth_factor, 1.0, math.inf)
-    _check_number("backoff_factor", plugin.backoff_factor, math.ulp(0.0), 1.0)
-    check_integer("growth_interval", plugin.growth_interval, minimum=1)
-    check_integer("hysteresis", plugin.hysteresis, minimum=1)
+    _scaling(plugin)
 
 
-def check_policy(argument: str, precision: Any) -> None:
-    """Require None, the name of a precision or a Policy; raises TypeError or ValueError that names the argument."""
-    try:
-        policy_of(precision)
-    except (TypeError, ValueError) as error:
-        raise type(error)(str(error).replace("mixed_precision:", f"{argument}:", 1)) from None
+def check_hashable(plugin: Any, *names: str) -> None:
+    """Require values that can be hashed, as plugins are static values; raises TypeError."""
+    for name in names:
+        try:
+            hash(getattr(plugin, name))
+        except TypeError:
+            value = getattr(plugin, name)
+            raise TypeError(f"{name}: {value!r} cannot be hashed, as every argument of a plugin must be") from None
 
 
 def check_dtype(argument: str, dtype: Any) -> None:
@@ -102,27 +93,44 @@ def check_dtype(argument: str, dtype: Any) -> None:
         raise TypeError(f"{argument}: {dtype!r}, expected a floating-point torch.dtype or None")
 
 
-def policy_under(plugin: Any, mixed_precision: str | Policy | None) -> Policy:
-    """The dtypes of a run: the Booster's ``mixed_precision`` or the plugin's ``precision``, whichever is given.
+def precision_under(plugin: Any, mixed_precision: str | Policy | MixedPrecision | None) -> MixedPrecision:
+    """How a run computes: by the Booster's ``mixed_precision`` or the plugin's ``precision``, whichever is given.
 
-    Of a plugin that has them, ``master_weights=False`` stores parameters in the compute dtype, ``communication_dtype``
-    is that of gradients in collectives, and ``force_outputs_fp32`` that of a boosted module's outputs. Raises
-    ValueError where both are given and differ.
+    Where neither is, by the ``DEFAULT_PRECISION`` of a plugin that has one, else as the model is. Of a plugin that has
+    them: the arguments of loss scaling are those of a precision that is given by name and scales,
+    ``master_weights=False`` stores parameters in the compute dtype, ``communication_dtype`` is that of gradients in
+    collectives, ``force_outputs_fp32`` that of a boosted module's outputs, ``cast_inputs`` is the precision's,
+    ``use_fp8`` has linear layers multiply in fp8, and ``fp8_communication`` has parameters and gradients travel in it.
+    Raises ValueError where both are given and differ.
     """
-    precision = getattr(plugin, "precision", None)
-    given = policy_of(mixed_precision)
-    if precision is not None:
-        own = policy_of(precision)
-        if mixed_precision is not None and own != given:
-            raise ValueError(
-                f"mixed_precision: {mixed_precision!r}, but the plugin's precision is {precision!r}: give one of them"
-            )
-        given = own
+    own = getattr(plugin, "precision", None)
+    if own is not None and mixed_precision is not None and precision_of(own) != precision_of(mixed_precision):
+        raise ValueError(
+            f"mixed_precision: {mixed_precision!r}, but the plugin's precision is {own!r}: give one of them"
+        )
+    given = next((one for one in (own, mixed_precision, getattr(plugin, "DEFAULT_PRECISION", None)) if one), None)
+    chosen = precision_of(given)
+    policy = chosen.policy
     if not getattr(plugin, "master_weights", True):
-        given = replace(given, param=given.compute)
+        policy = replace(policy, param=policy.compute)
     if (dtype := getattr(plugin, "communication_dtype", None)) is not None:
-        given = replace(given, reduce=dtype)
-    return replace(given, output=torch.float32) if getattr(plugin, "force_outputs_fp32", False) else given
+        policy = replace(policy, reduce=dtype)
+    if getattr(plugin, "fp8_communication", False):
+        policy = compressed(policy)
+    if getattr(plugin, "force_outputs_fp32", False):
+        policy = replace(policy, output=torch.float32)
+    scaling = chosen.scaling
+    if isinstance(given, str) and isinstance(scaling, DynamicScaling) and hasattr(plugin, "initial_scale"):
+        scaling = _scaling(plugin)
+    cast_inputs = chosen.cast_inputs and getattr(plugin, "cast_inputs", True)
+    fp8 = Fp8() if chosen.fp8 is None and getattr(plugin, "use_fp8", False) else chosen.fp8
+    return replace(chosen, policy=policy, scaling=scaling, fp8=fp8, cast_inputs=cast_inputs)
+
+
+def _scaling(plugin: Any) -> DynamicScaling:
+    """The loss scaling of a plugin that has its arguments; raises TypeError or ValueError for the wrong ones."""
+    names = (field.name for field in dataclasses.fields(DynamicScaling))
+    return DynamicScaling(**{name: getattr(plugin, name) for name in names})
 
 
 def max_norm_under(plugin: Any, max_norm: float | None) -> float | None:

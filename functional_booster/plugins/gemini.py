@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 
 from functional_booster.kernels import tree
 from functional_booster.kernels.flat import Flat, Layout
 from functional_booster.optim.validate import check_integer
-from functional_booster.precision import Policy
+from functional_booster.precision import MixedPrecision, Policy
 from functional_booster.sharding import chunks, shards, units
 from functional_booster.sharding.mesh import Mesh
 
@@ -31,11 +31,17 @@ class GeminiPlugin:
     ``placement_policy`` "static": the first chunks, ``shard_param_frac`` of the elements, are gathered where the loss
     uses them, as TorchFSDP does, the others once a step, as LowLevelZero does; parameters (the master copy) and
     optimizer state are split in any case. Of the first ``offload_optim_frac`` both live, and are updated, in the host's
-    memory; ``offload_param_frac`` above 0 asks for 1 in both others, and is then fulfilled by that.
+    memory; ``offload_param_frac`` above 0 asks for 1 in both others, and is then fulfilled by that. "auto": all chunks
+    are gathered where they are used, and begin in the host's memory; the first step on a GPU measures how much of it
+    everything else takes, and from the second step on as many of the last chunks as ``steady_cuda_cap_ratio`` of the
+    GPU's memory leaves room for stay there. On the CPU "auto" is "static".
 
-    ``precision``, ``max_norm``, ``master_weights`` and the arguments of loss scaling: as LowLevelZero's. Arguments that
-    change no result are ignored with a warning. Raises ValueError for what is not supported.
+    ``precision`` ("fp16" where neither it nor the Booster's is given), ``max_norm``, ``master_weights``, ``use_fp8``,
+    ``fp8_communication`` and the arguments of loss scaling: as LowLevelZero's. Arguments that change no result are
+    ignored with a warning. Raises ValueError for what is not supported.
     """
+
+    DEFAULT_PRECISION: ClassVar[str] = "fp16"
 
     chunk_config_dict: Any = None
     chunk_init_device: Any = None
@@ -47,7 +53,7 @@ class GeminiPlugin:
     offload_param_frac: float = 0.0
     warmup_non_model_data_ratio: float = 0.8
     steady_cuda_cap_ratio: float = 0.9
-    precision: str | Policy | None = None
+    precision: str | Policy | MixedPrecision | None = None
     master_weights: bool = True
     pin_memory: bool = False
     force_outputs_fp32: bool = False
@@ -83,12 +89,16 @@ class GeminiPlugin:
         arguments.check_size(self, "search_range_m", "min_chunk_size_m")
         arguments.check_fraction(self, "shard_param_frac", "offload_optim_frac", "offload_param_frac")
         arguments.check_fraction(self, "warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
-        arguments.check_flag(self, "master_weights", "force_outputs_fp32")
+        arguments.check_flag(self, "master_weights", "force_outputs_fp32", "use_fp8", "fp8_communication")
         check_integer("extra_dp_size", self.extra_dp_size, minimum=1)
         if self.hidden_dim is not None:
             check_integer("hidden_dim", self.hidden_dim, minimum=1)
-        if self.placement_policy != "static":
-            raise ValueError(f"placement_policy: {self.placement_policy!r} is not supported, expected 'static'")
+        if self.placement_policy not in ("static", "auto"):
+            raise ValueError(f"placement_policy: {self.placement_policy!r}, expected 'static' or 'auto'")
+        if self.placement_policy == "auto":
+            arguments.refuse(
+                self, **dict.fromkeys(("shard_param_frac", "offload_optim_frac"), "'auto' decides what is where")
+            )
         if self.offload_param_frac and (self.shard_param_frac, self.offload_optim_frac) != (1, 1):
             raise ValueError(
                 f"offload_param_frac: {self.offload_param_frac}, which asks for shard_param_frac=1 and "
@@ -98,13 +108,12 @@ class GeminiPlugin:
             self,
             chunk_config_dict="chunks are found by search",
             tp_size="this plugin is data-parallel only",
-            fp8_communication="gradients and parameters travel in the policy's dtypes",
-            use_fp8="matrix products are computed in the policy's compute dtype",
         )
         arguments.ignore(
             self,
             *("chunk_init_device", "enable_gradient_accumulation", "max_prefetch", "warmup_non_model_data_ratio"),
-            *("steady_cuda_cap_ratio", "pin_memory", "strict_ddp_mode", "memstats", "gpu_margin_mem_ratio"),
+            *("pin_memory", "strict_ddp_mode", "memstats", "gpu_margin_mem_ratio"),
+            *(("steady_cuda_cap_ratio",) if self.placement_policy == "static" else ()),
             *("enable_all_optimization", "enable_fused_normalization", "enable_flash_attention"),
             *("enable_sequence_parallelism", "enable_jit_fused", "enable_async_reduce", "verbose"),
         )
@@ -127,25 +136,36 @@ class GeminiPlugin:
         """The chunks, each split over "dp"."""
         arguments.check_replicas(self.extra_dp_size, mesh)
         planned = units.layout(abstract, labels, self._packed, mesh, ("dp",))
+        if self.placement_policy == "auto":
+            return replace(units.on_host(planned, planned.axes), provisional=True)
         return units.on_host(planned, chunks.leading(planned, self.offload_optim_frac))
+
+    def place(self, layout: Layout, held: Mapping[str, int], peak: int, capacity: int) -> Layout:
+        """A provisional layout with as few of the first chunks on the host as must be.
+
+        ``held``: bytes of each chunk; ``peak``: those that a step takes beside them; ``capacity``: of the device.
+        """
+        room = self.steady_cuda_cap_ratio * capacity - peak
+        return replace(layout, host=chunks.overflowing(layout, held, room), provisional=False)
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
         """The chunks that are gathered once a step are whole, in the compute dtype; the others stay."""
         split = chunks.leading(storage.layout, self.shard_param_frac)
-        return shards.join(storage, policy.compute, buckets=storage.buffers.keys() - split)
+        return shards.join(storage, policy.compute, buckets=storage.buffers.keys() - split, wire=policy.wire)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         """The other chunks, gathered in the compute dtype, and again for the backward. Transposed: psum_scatter."""
         split = chunks.leading(prepared.layout, self.shard_param_frac)
-        return shards.join(shards.transient(prepared), policy.compute, policy.reduce, split)
+        wires = {"wire": policy.wire, "cotangent_wire": policy.reduce_wire}
+        return shards.join(shards.transient(prepared), policy.compute, policy.reduce, split, **wires)
 
     def reduce(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum."""
-        return shards.scatter(grads, policy.reduce)
+        return shards.scatter(grads, policy.reduce, policy.reduce_wire)
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """The sum over the replicas."""
-        return shards.total(grads, self.data_axes, policy.reduce)
+        return shards.total(grads, self.data_axes, policy.reduce, policy.reduce_wire)
 
     def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
         """What was updated."""

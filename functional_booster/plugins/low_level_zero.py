@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 
 from functional_booster.kernels import tree
 from functional_booster.kernels.flat import Flat, Layout
 from functional_booster.optim.validate import check_integer
-from functional_booster.precision import Policy
+from functional_booster.precision import MixedPrecision, Policy
 from functional_booster.sharding import shards, units
 from functional_booster.sharding.mesh import Mesh
 
@@ -23,20 +24,25 @@ Tree = tree.Tree
 class LowLevelZeroPlugin:
     """ZeRO (Rajbhandari et al. 2020, sections 5.1 and 5.2) over "dp", replicated over "extra_dp".
 
-    ``stage`` 1: master weights and optimizer state are split; 2: gradients too, at every microbatch. ``precision`` and
-    ``max_norm`` (0: no clipping) are the Booster's and the step's where these are not given; the arguments of loss
-    scaling, ``initial_scale`` to ``max_scale``, count where the precision scales. ``reduce_bucket_size_in_m``: blocks
-    are joined until a bucket has this many million (2^20) elements. ``communication_dtype``: gradients are summed in
-    it. ``cpu_offload``: master weights and optimizer state live, and are updated, in the host's memory.
-    ``master_weights=False``: parameters are stored and updated in the compute dtype. ``extra_dp_size``: number of
-    replicas of the group over which ZeRO splits.
+    ``stage`` 1: master weights and optimizer state are split; 2: gradients too, at every microbatch. ``precision``: the
+    Booster's ``mixed_precision`` where it is None, and "fp16" where that is None, too; ``max_norm`` (0: no clipping) is
+    the step's where that is None. The arguments of loss scaling, ``initial_scale`` to ``max_scale``, count where the
+    precision is given by name, and scales. ``reduce_bucket_size_in_m``: blocks are joined until a bucket has this many
+    million (2^20) elements. ``communication_dtype``: gradients are summed in it. ``cpu_offload``: master weights and
+    optimizer state live, and are updated, in the host's memory. ``master_weights=False``: parameters are stored and
+    updated in the compute dtype. ``cast_inputs``: floating-point inputs of modules come in the compute dtype.
+    ``use_fp8``: linear layers multiply in float8. ``fp8_communication``: parameters (e4m3) and gradients (e5m2) travel
+    in float8, in blocks with scales; sums are taken as without. ``extra_dp_size``: number of replicas of the group over
+    which ZeRO splits.
 
     ``overlap_communication``, ``overlap_allgather`` and ``verbose`` change no result and are ignored with a warning.
     Raises ValueError for what is not supported.
     """
 
+    DEFAULT_PRECISION: ClassVar[str] = "fp16"
+
     stage: int = 1
-    precision: str | Policy | None = None
+    precision: str | Policy | MixedPrecision | None = None
     initial_scale: float = 2**32
     min_scale: float = 1
     growth_factor: float = 2
@@ -59,19 +65,17 @@ class LowLevelZeroPlugin:
     extra_dp_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.stage not in (1, 2) or isinstance(self.stage, bool):
-            raise ValueError(f"stage: {self.stage!r}, expected 1 or 2 (3 is fb.GeminiPlugin or fb.TorchFSDPPlugin)")
+        expected = "expected 1 or 2 (3 is fb.GeminiPlugin or fb.TorchFSDPPlugin)"
+        if isinstance(self.stage, bool) or not isinstance(self.stage, int):
+            raise TypeError(f"stage: {self.stage!r}, {expected}")
+        if self.stage not in (1, 2):
+            raise ValueError(f"stage: {self.stage!r}, {expected}")
         arguments.check_precision(self)
         arguments.check_size(self, "reduce_bucket_size_in_m")
         arguments.check_dtype("communication_dtype", self.communication_dtype)
-        arguments.check_flag(self, "cpu_offload", "master_weights")
+        arguments.check_flag(self, "cpu_offload", "master_weights", "verbose")
+        arguments.check_flag(self, "overlap_communication", "overlap_allgather", "use_fp8", "fp8_communication")
         check_integer("extra_dp_size", self.extra_dp_size, minimum=1)
-        arguments.refuse(
-            self,
-            cast_inputs="a module's floating-point inputs are cast to the compute dtype",
-            fp8_communication="gradients and parameters travel in the policy's dtypes",
-            use_fp8="matrix products are computed in the policy's compute dtype",
-        )
         arguments.ignore(self, "overlap_communication", "overlap_allgather", "verbose")
 
     __repr__ = arguments.shown
@@ -97,7 +101,7 @@ class LowLevelZeroPlugin:
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
         """The whole parameters, gathered in the compute dtype."""
-        return shards.join(storage, policy.compute)
+        return shards.join(storage, policy.compute, wire=policy.wire)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         """What was prepared."""
@@ -105,11 +109,12 @@ class LowLevelZeroPlugin:
 
     def reduce(self, grads: Flat, policy: Policy) -> Flat:
         """Stage 2: this rank's part of the sum."""
-        return shards.scatter(grads, policy.reduce) if self.stage == 2 else grads
+        return shards.scatter(grads, policy.reduce, policy.reduce_wire) if self.stage == 2 else grads
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum over "dp", summed over the replicas."""
-        return shards.total(shards.scatter(grads, policy.reduce), self.data_axes, policy.reduce)
+        mine = shards.scatter(grads, policy.reduce, policy.reduce_wire)
+        return shards.total(mine, self.data_axes, policy.reduce, policy.reduce_wire)
 
     def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
         """What was updated."""

@@ -16,6 +16,13 @@ from functional_booster.sharding.mesh import Mesh
 from . import arguments, dataloaders
 
 Tree = tree.Tree
+_DDPS_OWN = (
+    "broadcast_buffers",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -24,7 +31,7 @@ class TorchDDPPlugin:
 
     ``bucket_cap_mb``: blocks are joined until a bucket, one psum, has this many MB. Buffers are the same on all ranks
     with or without ``broadcast_buffers``; that and the other arguments, DDP's own, change no result and are ignored
-    with a warning, but for ``fp8_communication``, which is refused.
+    with a warning. ``fp8_communication``: gradients travel in float8 (e5m2), in blocks with scales; their sums do not.
     """
 
     broadcast_buffers: bool = True
@@ -37,15 +44,8 @@ class TorchDDPPlugin:
 
     def __post_init__(self) -> None:
         arguments.check_size(self, "bucket_cap_mb")
-        arguments.refuse(self, fp8_communication="gradients travel in the policy's reduce dtype")
-        arguments.ignore(
-            self,
-            "broadcast_buffers",
-            "find_unused_parameters",
-            "check_reduction",
-            "gradient_as_bucket_view",
-            "static_graph",
-        )
+        arguments.check_flag(self, "fp8_communication", *_DDPS_OWN)
+        arguments.ignore(self, *_DDPS_OWN)
 
     __repr__ = arguments.shown
     prepare_dataloader = dataloaders.prepare_dataloader
@@ -77,7 +77,7 @@ class TorchDDPPlugin:
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """One psum a bucket."""
-        return shards.total(grads, self.data_axes, policy.reduce)
+        return shards.total(grads, self.data_axes, policy.reduce, policy.reduce_wire)
 
     def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
         """What was updated."""

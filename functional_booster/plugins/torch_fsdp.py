@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import torch
 
 from functional_booster.kernels import tree
 from functional_booster.kernels.flat import Flat, Layout
-from functional_booster.precision import Policy
+from functional_booster.precision import Policy, precision_of
 from functional_booster.sharding import shards, units
 from functional_booster.sharding.mesh import Mesh
 
@@ -33,7 +34,7 @@ class TorchFSDPPlugin:
     memory. ``auto_wrap_policy``: what a unit is, as names in the parameter tree with shell patterns (``{"h.*"}``; what
     none of them matches is one more unit) or a function from a leaf's name to its unit's; None: each block.
     ``mixed_precision``: as the Booster's, or torch's MixedPrecision. ``ignored_modules``: names, as above, of what
-    every rank keeps whole; gradients are summed all the same.
+    every rank keeps whole; gradients are summed all the same. ``fp8_communication``: as LowLevelZero's.
 
     ``backward_prefetch`` changes no result and is ignored with a warning. Raises ValueError for what is not supported.
     """
@@ -55,15 +56,16 @@ class TorchFSDPPlugin:
             process_group="the Booster's mesh says which ranks take part",
             param_init_fn="model.init makes the parameters",
             sync_module_states="every rank makes the same parameters from one key, or is given the same",
-            fp8_communication="gradients and parameters travel in the policy's dtypes",
         )
+        arguments.check_flag(self, "fp8_communication")
         arguments.ignore(self, "backward_prefetch")
         object.__setattr__(self, "sharding_strategy", _strategy(self.sharding_strategy))
         object.__setattr__(self, "cpu_offload", _offload(self.cpu_offload))
         object.__setattr__(self, "mixed_precision", _policy(self.mixed_precision))
-        object.__setattr__(self, "ignored_modules", _names("ignored_modules", self.ignored_modules or ()))
+        object.__setattr__(self, "ignored_modules", _names("ignored_modules", self.ignored_modules))
         if self.auto_wrap_policy is not None and not callable(self.auto_wrap_policy):
             object.__setattr__(self, "auto_wrap_policy", _names("auto_wrap_policy", self.auto_wrap_policy))
+        arguments.check_hashable(self, "auto_wrap_policy", "backward_prefetch")
 
     @property
     def precision(self) -> str | Policy | None:
@@ -90,29 +92,41 @@ class TorchFSDPPlugin:
         return {"dp": ranks // local, "fsdp": local}
 
     def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
-        """A bucket a unit, split over "fsdp"."""
+        """A bucket a unit, split over "fsdp".
+
+        Raises ValueError for a pattern that matches nothing, and for ranks none of which lie along "fsdp".
+        """
         split = () if self.sharding_strategy == "NO_SHARD" else ("fsdp",)
+        if self.sharding_strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and mesh.extent("fsdp") == 1 < mesh.size:
+            raise ValueError(
+                f"mesh: {mesh} splits nothing: {self.sharding_strategy} splits over the axis 'fsdp', as that of "
+                f"fb.virtual_mesh(fsdp={mesh.size}); expected ranks along it, or sharding_strategy='NO_SHARD'"
+            )
+        units.check_patterns("ignored_modules", self.ignored_modules or (), abstract)
+        if not callable(self.auto_wrap_policy):
+            units.check_patterns("auto_wrap_policy", self.auto_wrap_policy or (), abstract)
         each, whole = partial(units.merged, least=0), self.ignored_modules or ()
         planned = units.layout(abstract, labels, each, mesh, split, unit=self._unit, whole=whole)
         return units.on_host(planned, planned.buckets) if self.cpu_offload else planned
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
         """The storage; where the strategy gathers once a step, the whole parameters in the compute dtype."""
-        return shards.join(storage, policy.compute) if self._once else storage
+        return shards.join(storage, policy.compute, wire=policy.wire) if self._once else storage
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         """Each unit, gathered in the compute dtype, and again for the backward. Transposed: psum_scatter."""
         if self._once:
             return prepared
-        return shards.join(shards.transient(prepared), policy.compute, policy.reduce)
+        wires = {"wire": policy.wire, "cotangent_wire": policy.reduce_wire}
+        return shards.join(shards.transient(prepared), policy.compute, policy.reduce, **wires)
 
     def reduce(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum."""
-        return shards.scatter(grads, policy.reduce) if self._once else grads
+        return shards.scatter(grads, policy.reduce, policy.reduce_wire) if self._once else grads
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """The sum over the replicas."""
-        return shards.total(grads, self.data_axes, policy.reduce)
+        return shards.total(grads, self.data_axes, policy.reduce, policy.reduce_wire)
 
     def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
         """What was updated."""
@@ -153,15 +167,21 @@ def _offload(given: Any) -> bool:
 def _policy(given: Any) -> str | Policy | None:
     """A torch MixedPrecision as a Policy: torch keeps parameters as they are, and sums in the compute dtype."""
     if not hasattr(given, "param_dtype"):
-        arguments.check_policy("mixed_precision", given)
+        precision_of(given)
         return given
-    if given.buffer_dtype not in (None, given.param_dtype):
-        raise ValueError(f"mixed_precision: buffer_dtype={given.buffer_dtype} is not supported: buffers are not cast")
+    for field in dataclasses.fields(given):
+        value = getattr(given, field.name)
+        if field.name not in ("param_dtype", "reduce_dtype") and value != field.default:
+            raise ValueError(
+                f"mixed_precision: {field.name}={value!r} is not supported, expected {field.default!r}: buffers are "
+                "not cast, gradients arrive in the parameters' dtype, and the module's inputs are cast, once"
+            )
     return Policy(compute=given.param_dtype, reduce=given.reduce_dtype or given.param_dtype)
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:
-    names = (given,) if isinstance(given, str) else tuple(given)
+    several = isinstance(given, Collection) and not isinstance(given, str)
+    names = () if given is None else tuple(given) if several else (given,)
     for name in names:
         if not isinstance(name, str) or not name:
             raise TypeError(

@@ -85,7 +85,7 @@ def residual(
     abstract |= {"unused": info(3)} if unused else {}
 
     def apply(params: Any, x: torch.Tensor, *, key: torch.Tensor | None = None, train: bool = False) -> torch.Tensor:
-        h = x @ params["embed"]["w"]
+        h = x.to(params["embed"]["w"].dtype) @ params["embed"]["w"]
         for depth, block in enumerate((*params["blocks"], *params["blocks"][: int(twice)])):
             branch = torch.tanh(h @ block["w"] + block["b"])
             if train and key is not None:

@@ -30,7 +30,7 @@ JITTED = ("ddp", "zero-2", "fsdp")  # a compilation each
 
 def trained(plugin: Any, rows: torch.Tensor, accumulate: int, jit: bool) -> tuple[fb.tree.Tree, list[float]]:
     """The parameters and losses of four steps."""
-    booster = fb.Booster(plugin=plugin)
+    booster = fb.Booster(mixed_precision="fp32", plugin=plugin)
     state = booster.init(MODEL, TX, key=fb.random.key(0))
     step = booster.train_step(MODEL.loss, TX, accumulate=accumulate, max_norm=0.5, jit=jit)
     losses = []

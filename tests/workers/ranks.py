@@ -20,10 +20,14 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch._dynamo  # optimizers import it, which takes seconds
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch.distributed import run
 
-from functional_booster import watchdog
+import functional_booster as fb
+from functional_booster import rank_watch, watchdog
 from functional_booster.launch import launch
 from functional_booster.rank_failure import RankFailure
 
@@ -131,7 +135,7 @@ def sleeps_before_step(request: dict) -> None:
 
 
 def sleeps_in_step(request: dict) -> None:
-    watchdog.PATIENCE = 1.0
+    rank_watch.PATIENCE = 1.0
     rank = start(request)
     group = dist.new_group(timeout=timedelta(seconds=2))
     with watchdog.guard("train step", 0):
@@ -174,6 +178,62 @@ def stuck_after_failure(request: dict) -> None:
         train_step(3)
     finally:
         time.sleep(60)
+
+
+def imperative_loop(request: dict) -> None:
+    """Five steps of a boosted loop under ``plugin``; one rank goes wrong in the third as ``fault`` says."""
+    rank = start(request, grace=0.3)
+    plugin = {"ddp": fb.TorchDDPPlugin, "zero": fb.LowLevelZeroPlugin, "fsdp": fb.TorchFSDPPlugin}[request["plugin"]]()
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4) if request["norm"] else nn.Tanh(), nn.Linear(4, 1))
+    booster = fb.Booster(device="cpu", plugin=plugin)
+    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters()))
+    fault = request["fault"] if rank == request.get("culprit", 1) else ""
+    for step in range(5):
+        x = torch.randn(4, 3)
+        if step == 2 and fault == "fewer batches":
+            return
+        if step == 2 and fault == "forward":
+            x = x[:, :2]
+        if step == 2 and fault == "forward, caught":
+            try:
+                model(x[:, :2])
+            except RuntimeError:
+                time.sleep(1.5)
+                continue  # as loops do that skip a batch for want of memory
+        loss = F.mse_loss(model(x), torch.ones(4, 1))
+        if step == 2 and fault == "killed":
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        booster.backward(loss, optimizer)
+        if step == 2 and fault == "between":
+            raise ValueError("bad gradients")
+        optimizer.clip_grad_by_norm(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and fault == "state_dict":
+            model.state_dict()
+        if step == 1 and fault == "load":
+            model.load_state_dict({})
+        elif step == 1 and request["fault"] == "load":
+            model.load_state_dict(model.state_dict())
+
+
+def looks_alone(request: dict) -> None:
+    """Where nothing is split, what reads weights is no work of all ranks: the first evaluates and saves alone."""
+    rank = start(request, grace=0.0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    booster = fb.Booster(device="cpu", plugin=fb.TorchDDPPlugin())
+    model, optimizer, *_ = booster.boost(module, torch.optim.AdamW(module.parameters()))
+    for _ in range(3):
+        booster.backward(model(torch.randn(4, 3)).sum(), optimizer)
+        optimizer.step()
+        if rank == 0:
+            model.eval()
+            model(torch.randn(4, 3))
+            time.sleep(0.6)
+            model.state_dict(), optimizer.state_dict(), model.unwrap()
+            model.train()
+    print("done")
 
 
 def program(request: dict) -> None:

@@ -1,0 +1,176 @@
+"""TrainStep: one batch, one new state; of one graph, or of three parts where gradients are accumulated."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from functional_booster import placement, step, watchdog
+from functional_booster.kernels import graph, tree
+from functional_booster.sharding.mesh import Replicated, spmd
+from functional_booster.sharding.rows import microbatches, split_rows
+
+from .donation import consume, consumed_by, refuse_consumed
+from .jit import Jitted, jit
+from .lowered import Lowered
+from .state import TrainState, on_ranks
+
+Tree = tree.Tree
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A training step: ``(state, batch) -> (state, metrics)``. ``lower`` shows its graph, ``compiles`` counts them."""
+
+    recipe: step.Recipe
+    donate: bool
+    prepare: Callable[..., Any]
+    parts: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+    _described: dict[Any, step.Sums] = field(default_factory=dict, repr=False, compare=False)
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        with guarded("train step", state, 1):
+            if isinstance(state, TrainState) and placement.is_provisional(state):
+                return placement.measured(lambda state: self._run(state, batch), state)
+            return self._run(state, batch)
+
+    def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        whole, further, finish = self.parts
+        batches = self._microbatches(state, batch)
+        if len(batches) == 1:
+            return whole(state, batches[0])
+        prepared = self.prepare(state)
+        sums = self._zeros(state, prepared, batches[0])
+        for index, microbatch in enumerate(torch.arange(len(batches), dtype=torch.int32, device=state.step.device)):
+            sums = further(sums, state, prepared, batches[index], microbatch)
+        del prepared  # the update is the other peak of memory
+        return finish(state, sums)
+
+    def lower(self, state: TrainState, batch: Tree) -> Lowered:
+        """The graph of this call, untouched by it; of the microbatch when there is accumulation.
+
+        On a virtual mesh the ranks are batched together and the graph has no collectives:
+        ``fb.explain(state, booster, tx=tx, loss_fn=loss_fn, batch=batch)`` shows one rank's graph, with them.
+        """
+        whole, further, _ = (part if isinstance(part, Jitted) else jit(part) for part in self.parts)
+        batches = self._microbatches(state, batch)
+        if len(batches) == 1:
+            return whole.lower(state, batches[0])
+        prepared = self.prepare(state)
+        first = torch.zeros((), dtype=torch.int32, device=state.step.device)
+        return further.lower(self._zeros(state, prepared, batches[0]), state, prepared, batches[0], first)
+
+    def _zeros(self, state: TrainState, prepared: step.Prepared, microbatch: Tree) -> step.Sums:
+        """The sums to begin with; what they look like is found out once for each shape of the arguments."""
+        leaves, structure = tree.flatten((state, prepared, microbatch))
+        key = (structure, *((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves))
+        if key not in self._described:
+            self._described[key] = step.describe(self.recipe, state, prepared, microbatch)
+        return step.zeros(self._described[key], state)
+
+    def _microbatches(self, state: TrainState, batch: Tree) -> list[Tree]:
+        """The batch as the mesh's ranks take it, cut into microbatches."""
+        check(state, batch)
+        mesh = state.plan.mesh
+        stacked = split_rows(batch, mesh, state.plan.plugin.data_axes)
+        return microbatches(stacked, self.recipe.accumulate, len(mesh.axes) if mesh.virtual else 0)
+
+    @property
+    def compiles(self) -> int:
+        """How many graphs were compiled so far."""
+        return sum(part.compiles for part in self.parts if isinstance(part, Jitted))
+
+
+def build(recipe: step.Recipe, compiled: bool, donate: bool) -> TrainStep:
+    def prepare(state: TrainState) -> step.Prepared:
+        return spmd(functools.partial(step.prepare, recipe.policy), state.plan.mesh)(on_ranks(state))
+
+    def train_step(state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
+        def local(state: TrainState, batch: Tree) -> tuple[TrainState, Replicated]:
+            sums = step.gradients(recipe, state, step.prepare(recipe.policy, state), batch)
+            new, metrics = step.update(recipe, state, sums)
+            return on_ranks(new), Replicated(metrics)
+
+        return spmd(local, state.plan.mesh)(on_ranks(state), batch)
+
+    def microbatch(
+        sums: step.Sums, state: TrainState, prepared: step.Prepared, batch: Tree, index: torch.Tensor
+    ) -> step.Sums:
+        def local(sums: step.Sums, state: TrainState, *rest: Any) -> step.Sums:
+            return step.add(sums, step.gradients(recipe, state.replace(buffers=sums.buffers), *rest))
+
+        return spmd(local, state.plan.mesh)(sums, on_ranks(state), prepared, batch, Replicated(index))
+
+    def finish(state: TrainState, sums: step.Sums) -> tuple[TrainState, step.Metrics]:
+        def local(state: TrainState, sums: step.Sums) -> tuple[TrainState, Replicated]:
+            new, metrics = step.update(recipe, state, sums)
+            return on_ranks(new), Replicated(metrics)
+
+        return spmd(local, state.plan.mesh)(on_ranks(state), sums)
+
+    finish.__name__ = train_step.__name__
+    if compiled:
+        given = (0,) if donate else ()
+        parts = jit(train_step, donate=given), jit(microbatch, donate=0), jit(finish, donate=given)
+    else:
+        parts = _eager(train_step, donate), without_tape(microbatch), _eager(finish, donate)
+    # A cast or a gather for each buffer, once a step: nothing to compile there.
+    return TrainStep(recipe, donate, without_tape(prepare), parts)
+
+
+def _eager(fn: Callable[..., Any], donate: bool) -> Callable[..., Any]:
+    """``fn`` as it runs without jit; its first argument is consumed all the same, so that a mistake shows."""
+    run = without_tape(fn)
+
+    @functools.wraps(fn)
+    def wrapped(state: TrainState, *rest: Any) -> Any:
+        result = run(state, *rest)
+        if not donate or graph.transforms() or graph.is_tracing():
+            return result
+        own = tree.map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, result)
+        consume(state, [leaf for leaf in tree.leaves(state) if isinstance(leaf, torch.Tensor)], fn.__name__)
+        return own
+
+    return wrapped
+
+
+def without_tape(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, off autograd's tape, which a loop must not drag along: gradients through it are fb.grad's."""
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any) -> Any:
+        leaves = tree.leaves(args)
+        if any(map(consumed_by, leaves)):
+            refuse_consumed(tree.names(args), leaves)
+        with off_the_tape():
+            return fn(*args)
+
+    return wrapped
+
+
+def off_the_tape() -> contextlib.AbstractContextManager[Any]:
+    """Off autograd's tape, unless a transform looks on: what fb.grad differentiates is on its own."""
+    return contextlib.nullcontext() if graph.transforms() or graph.is_tracing() else torch.no_grad()
+
+
+def guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContextManager[None]:
+    """Around work that processes do together: where it fails on one, all raise. The step is ``ahead`` of the state's.
+
+    On a GPU the step is not told: the host does not wait for it.
+    """
+    mesh = state.plan.mesh if isinstance(state, TrainState) else None
+    if mesh is None or not mesh.across or graph.transforms() or graph.is_tracing():
+        return contextlib.nullcontext()
+    known = isinstance(state.position, torch.Tensor) and state.position.device.type == "cpu"
+    return watchdog.guard(what, int(state.position) + ahead if known else None)
+
+
+def check(state: TrainState, batch: Tree) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: {type(state).__name__}, expected a TrainState (booster.init makes one)")
+    step.check_batch(batch, state.step.device)

@@ -1,0 +1,428 @@
+"""Mixed precision: what each name means, the loss scale as state, steps that overflow, rounding by chance."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import functional_booster as fb
+from functional_booster import testing
+from functional_booster.precision import NAMES, LossScale, precision_of, stochastic_round
+from functional_booster.testing.problem import residual
+
+PLUGINS: dict[str, tuple[Any, Any]] = {
+    "one device": (None, None),
+    "ddp": (fb.TorchDDPPlugin(), fb.virtual_mesh(4)),
+    "zero1": (fb.LowLevelZeroPlugin(stage=1), fb.virtual_mesh(4)),
+    "zero2": (fb.LowLevelZeroPlugin(stage=2, extra_dp_size=2), fb.virtual_mesh(4)),
+    "fsdp": (fb.TorchFSDPPlugin(), fb.virtual_mesh(4)),
+    "gemini": (fb.GeminiPlugin(shard_param_frac=0.5), fb.virtual_mesh(4)),
+}
+FINITE = st.lists(st.booleans(), max_size=60)
+
+
+def booster(name: str, precision: Any) -> fb.Booster:
+    plugin, mesh = PLUGINS[name]
+    return fb.Booster("cpu", precision, plugin, mesh)
+
+
+def same(got: Any, expected: Any) -> None:
+    fb.tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=0), got, expected)
+
+
+def scales(scaling: Any, finite: list[bool]) -> list[float]:
+    """The factor before each step."""
+    state, factors = scaling.init(), []
+    for one in finite:
+        factors.append(state.factor.item())
+        state = scaling.update(state, torch.tensor(one))
+    return factors
+
+
+class TestDynamicScaling:
+    @given(finite=FINITE, interval=st.integers(1, 5))
+    def test_with_a_hysteresis_of_one_it_is_torchs(self, finite: list[bool], interval: int) -> None:
+        scaling = fb.FP16TorchMixedPrecision(growth_interval=interval).scaling
+        factor, tracker, expected = torch.full((1,), 2.0**16), torch.zeros(1, dtype=torch.int32), []
+        for one in finite:
+            expected.append(factor.item())
+            found_inf = torch.full((1,), 0.0 if one else 1.0)
+            torch._amp_update_scale_(factor, tracker, found_inf, 2.0, 0.5, interval)
+        assert scales(scaling, finite) == expected
+
+    @given(finite=FINITE, interval=st.integers(1, 4), hysteresis=st.integers(1, 4), power=st.integers(0, 12))
+    def test_it_is_colossal_ais(self, finite: list[bool], interval: int, hysteresis: int, power: int) -> None:
+        """Its DynamicGradScaler.update, written out in Python's numbers."""
+        low, high, scale, growth, counted, expected = 4.0, 2.0**10, 2.0**power, 0, 0, []
+        scale = min(max(scale, low), high)
+        scaling = fb.DynamicScaling(scale, 2.0, 0.5, interval, low, high, hysteresis)
+        for one in finite:
+            expected.append(scale)
+            if not one:
+                counted, growth = counted + 1, 0
+                if counted >= hysteresis:
+                    scale = max(scale * 0.5, low)
+            else:
+                growth += 1
+                if growth == interval:
+                    counted, growth, scale = 0, 0, min(scale * 2.0, high)
+        assert scales(scaling, finite) == expected
+
+    def test_a_constant_one_stays(self) -> None:
+        assert scales(fb.ConstantScaling(128.0), [True, False, True]) == [128.0] * 3
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"initial_scale": 0.5}, ValueError, "initial_scale: 0.5, expected one from min_scale=1"),
+            ({"initial_scale": float("inf")}, ValueError, "initial_scale: inf, expected a finite number"),
+            ({"growth_factor": 0.9}, ValueError, "growth_factor: 0.9"),
+            ({"backoff_factor": 1.5}, ValueError, "backoff_factor: 1.5, expected a number up to 1"),
+            ({"growth_interval": 2.5}, TypeError, "growth_interval: 2.5, expected a whole number"),
+            ({"hysteresis": 0}, ValueError, "hysteresis: 0"),
+            ({"hysteresis": True}, TypeError, "hysteresis: True, expected a number"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=message):
+            fb.DynamicScaling(**arguments)
+
+
+class TestScaledSteps:
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    @pytest.mark.parametrize("name", PLUGINS)
+    def test_a_scale_changes_nothing_but_rounding(self, name: str, accumulate: int) -> None:
+        """In float64, with ignored labels in unequal numbers on ranks and microbatches."""
+        problem, found = testing.small(16), []
+        for scaling in (None, fb.ConstantScaling(2.0**20), fb.ConstantScaling(1e-3)):
+            here = booster(name, fb.MixedPrecision(scaling=scaling))
+            state = here.init(problem.model, problem.tx, key=problem.key)
+            step = here.train_step(
+                problem.loss_fn, problem.tx, accumulate=accumulate, max_norm=problem.max_norm, jit=False
+            )
+            history = []
+            for _ in range(3):
+                state, metrics = step(state, problem.batch)
+                history.append({**metrics, "loss_scale": torch.zeros(())})
+            found.append((here.full_params(state), history))
+        for scaled in found[1:]:
+            fb.tree.map(lambda a, b: torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13), scaled, found[0])
+
+    @pytest.mark.parametrize("name", PLUGINS)
+    def test_small_gradients_are_kept(self, name: str) -> None:
+        """Gradients of about 1e-8 are zero in float16; the scale carries them through the backward and over ranks."""
+        model = residual(3, 3, width=5, depth=1)
+        problem = testing.small(8)
+
+        def tiny(params: Any, batch: Any, key: Any) -> Any:
+            total, weight = fb.losses.cross_entropy(model.apply(params, batch["x"], key=None), batch["y"])
+            return total * 1e-8, weight
+
+        norms = {}
+        for precision in ("fp32", "fp16", fb.MixedPrecision(precision_of("fp16").policy)):
+            here = booster(name, precision)
+            state = here.init(model, fb.optim.sgd(0.1), key=problem.key)
+            _, metrics = here.train_step(tiny, fb.optim.sgd(0.1), jit=False)(state, problem.batch)
+            norms[precision if isinstance(precision, str) else "without"] = metrics["grad_norm"].item()
+        assert norms["fp16"] == pytest.approx(norms["fp32"], rel=0.01)
+        assert abs(norms["without"] / norms["fp32"] - 1) > 0.1
+
+    @pytest.mark.parametrize("jit", [False, True])
+    @pytest.mark.parametrize("name", ["one device", "zero1", "fsdp"])
+    def test_a_step_that_overflows_changes_the_scale_alone(self, name: str, jit: bool, tmp_path: Path) -> None:
+        """Infinities at some steps, in the rows of one rank: exact semantics, and resumed as if never stopped."""
+        scaling = fb.DynamicScaling(2.0**10, growth_interval=2, hysteresis=2)
+        here = booster(name, fb.MixedPrecision(precision_of("fp16").policy, scaling))
+        problem = testing.small(8)
+        tx = fb.optim.adamw(fb.schedules.linear(1e-2, 0.0, 20))
+        bad = {**problem.batch, "x": problem.batch["x"].clone()}
+        bad["x"][0] = float("inf")
+        finite = [True, False, True, True, False, False, True, True, True]
+        with testing.traced():
+            state = here.init(problem.model, tx, key=problem.key)
+            step = here.train_step(problem.loss_fn, tx, max_norm=0.1, jit=jit, donate=False)
+            for index, (one, expected) in enumerate(zip(finite, scales(scaling, finite), strict=True)):
+                new, metrics = step(state, problem.batch if one else bad)
+                assert metrics["loss_scale"].item() == expected == state.loss_scale.factor.item()
+                assert metrics["skipped"].item() == (not one)
+                assert (new.step.item(), new.position.item()) == (sum(finite[: index + 1]), index + 1)
+                if not one:
+                    same((new.storage, new.opt_state), (state.storage, state.opt_state))
+                else:
+                    assert 0 < metrics["grad_norm"].item() < 100  # unscaled
+                if index == 4:  # between two overflows that count together
+                    here.save(tmp_path / "state", new)
+                    new = here.load(tmp_path / "state", like=here.abstract(problem.model, tx))
+                state = new
+        assert state.loss_scale.factor.item() == scaling.update(_last(scaling, finite[:-1]), torch.tensor(True)).factor
+
+    def test_what_is_no_number_is_skipped_whatever_is_asked(self) -> None:
+        problem, here = testing.small(8), booster("one device", "fp16")
+        state = here.init(problem.model, problem.tx, key=problem.key)
+        step = here.train_step(problem.loss_fn, problem.tx, skip_nonfinite=False, jit=False, donate=False)
+        new, metrics = step(state, {**problem.batch, "x": problem.batch["x"] * float("nan")})
+        assert metrics["skipped"].item() == 1
+        same(new.storage, state.storage)
+
+
+def _last(scaling: fb.DynamicScaling, finite: list[bool]) -> LossScale:
+    state = scaling.init()
+    for one in finite:
+        state = scaling.update(state, torch.tensor(one))
+    return state
+
+
+class TestApex:
+    """The levels, against autocast and ``half()`` themselves."""
+
+    def module(self) -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.GELU(), torch.nn.Linear(16, 4)]
+        return torch.nn.Sequential(*layers, torch.nn.Softmax(-1))
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        return {
+            "x": torch.randn(32, 6, generator=generator),
+            "y": torch.rand(32, 4, generator=generator),
+        }
+
+    def trained(self, precision: Any, steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
+        model, here, tx = fb.functionalize(self.module()), fb.Booster("cpu", precision), fb.optim.sgd(0.5)
+
+        def loss(params: Any, batch: Any, key: Any, buffers: Any) -> Any:
+            out, new = model.apply(params, batch["x"], key=key, train=True, buffers=buffers, mutable=True)
+            return (*fb.losses.mse(out, batch["y"]), {"buffers": new})
+
+        state = here.init(model, tx, key=fb.random.key(0))
+        step, history = here.train_step(loss, tx, jit=False), []
+        for _ in range(steps):
+            state, metrics = step(state, self.batch())
+            history.append(metrics["loss"].item())
+        return {**state.params, **state.buffers}, history
+
+    def test_o1_is_autocast(self) -> None:
+        module, batch, history = self.module(), self.batch(), []
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        for _ in range(5):
+            with torch.autocast("cpu", torch.float16):
+                loss = torch.nn.functional.mse_loss(module(batch["x"]), batch["y"])
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            history.append(loss.item())
+        values, losses = self.trained(fb.FP16ApexMixedPrecision("O1"), 5)
+        assert losses == pytest.approx(history, rel=1e-4)
+        for name, expected in module.state_dict().items():
+            torch.testing.assert_close(values[name], expected, rtol=2e-3, atol=2e-4)
+            assert values[name].dtype == expected.dtype
+
+    def test_each_op_runs_in_the_dtype_of_its_level(self) -> None:
+        seen: dict[str, list[torch.dtype]] = {}
+        for level in ("O0", "O1", "O2", "O3"):
+            module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+            dtypes = seen.setdefault(level, [])
+            model, here = fb.functionalize(module), fb.Booster("cpu", fb.FP16ApexMixedPrecision(level))
+            state = here.init(model, fb.optim.sgd(0.1), key=fb.random.key(0))
+
+            def loss(params: Any, batch: Any, model: Any = model, dtypes: Any = dtypes) -> Any:
+                out = model.apply(params, batch["x"], buffers=model.buffers())
+                error = torch.nn.functional.mse_loss(out, out.detach() * 0)
+                dtypes[:] = [out.dtype, error.dtype]
+                return error.float()
+
+            here.train_step(loss, fb.optim.sgd(0.1), jit=False, donate=False)(state, {"x": torch.randn(8, 4)})
+            stored = {name: leaf.dtype for name, leaf in state.params.items()}
+            half, single = torch.float16, torch.float32
+            expected = {"O3": half}.get(level, single)
+            assert set(stored.values()) == {expected}
+        assert seen["O0"] == [single, single]
+        assert seen["O1"] == [half, single]  # autocast's lists
+        assert seen["O2"] == [half, half] == seen["O3"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"opt_level": "O4"}, "opt_level: 'O4', expected one of 'O0', 'O1', 'O2', 'O3'"),
+            ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "O1 has a float32 model"),
+            ({"loss_scale": "static"}, "loss_scale: 'static', expected 'dynamic' or a number"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            fb.FP16ApexMixedPrecision(**arguments)
+
+    def test_a_number_is_a_constant_scale(self) -> None:
+        assert fb.FP16ApexMixedPrecision("O2", loss_scale=128.0).scaling == fb.ConstantScaling(128.0)
+        assert fb.FP16ApexMixedPrecision("O0").scaling is None
+        assert isinstance(fb.FP16ApexMixedPrecision("O2").scaling, fb.DynamicScaling)
+
+
+class TestNames:
+    @pytest.mark.parametrize("precision", NAMES)
+    @pytest.mark.parametrize(("name", "jit"), [("one device", True), ("ddp", False), ("fsdp", False)])
+    def test_each_trains_as_float32_does(self, name: str, precision: str, jit: bool) -> None:
+        """The same losses to the dtype's rounding, the parameters stored in float32."""
+        problem, history = testing.small(16, tx=fb.optim.sgd(0.02), max_norm=None), {}
+        for chosen in ("fp32", precision):
+            here = booster(name, chosen)
+            with testing.traced():
+                state = here.init(problem.model, problem.tx, key=problem.key)
+                state = state.replace(
+                    loss_scale=_at(state.loss_scale, 2.0**8) if chosen != "fp32" else state.loss_scale
+                )
+                step = here.train_step(problem.loss_fn, problem.tx, jit=jit)
+                history[chosen] = []
+                for _ in range(4):
+                    state, metrics = step(state, problem.batch)
+                    assert metrics["skipped"].item() == 0
+                    history[chosen].append(metrics["loss"].item())
+        assert history[precision] == pytest.approx(history["fp32"], rel=2e-2 if precision == "bf16" else 5e-3)
+        assert history["fp32"][-1] < history["fp32"][0]
+        if precision not in ("fp32", "fp16_apex"):  # whose loss is computed in float64 here
+            assert history[precision] != history["fp32"]
+
+    def test_a_norm_of_large_activations_does_not_overflow(self) -> None:
+        """Norms, softmax and losses have float32 inside: squares of 1000 are no infinities."""
+        model = fb.models.llama(
+            vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        )
+        here, tokens = (
+            fb.Booster("cpu", "fp16"),
+            torch.randint(0, 17, (2, 9), generator=torch.Generator().manual_seed(0)),
+        )
+        state = here.init(model, fb.optim.sgd(1e-3), key=fb.random.key(0))
+        params = fb.tree.map_with_name(
+            lambda name, leaf: leaf * 1000 / leaf.std() if name == "model.embed_tokens.weight" else leaf, state.params
+        )
+        state = state.replace(params=params, loss_scale=_at(state.loss_scale, 1.0))
+        loss = here.eval_step(model.loss, jit=False)(state, {"input_ids": tokens})["loss"]
+        _, metrics = here.train_step(model.loss, fb.optim.sgd(1e-3), jit=False)(state, {"input_ids": tokens})
+        assert loss.isfinite() and metrics["skipped"].item() == 0
+
+    def test_both_the_boosters_and_the_plugins(self) -> None:
+        for kind in (fb.LowLevelZeroPlugin, fb.GeminiPlugin):
+            mesh = fb.virtual_mesh(2)
+            for name in NAMES:
+                one, other = fb.Booster("cpu", name, kind(), mesh), fb.Booster("cpu", None, kind(precision=name), mesh)
+                assert one.precision == other.precision
+            with pytest.raises(ValueError, match="mixed_precision: 'fp32', but the plugin's precision is 'fp16'"):
+                fb.Booster("cpu", "fp32", kind(precision="fp16"), mesh)
+            assert fb.Booster("cpu", None, kind(), mesh).policy == precision_of("fp16").policy  # Colossal-AI's default
+            scaled = fb.Booster("cpu", "fp16", kind(initial_scale=8.0, hysteresis=3, max_scale=16.0), mesh)
+            assert scaled.precision.scaling == fb.DynamicScaling(8.0, max_scale=16.0, hysteresis=3)
+            own = fb.FP16TorchMixedPrecision(init_scale=4.0)
+            assert fb.Booster("cpu", own, kind(), mesh).precision.scaling == own.scaling
+        assert fb.Booster("cpu", None, fb.TorchDDPPlugin(), fb.virtual_mesh(2)).precision == fb.MixedPrecision()
+
+    @pytest.mark.parametrize(
+        ("arguments", "error", "message"),
+        [
+            ({"policy": "fp16"}, TypeError, "MixedPrecision: policy is 'fp16'"),
+            ({"scaling": 128.0}, TypeError, "MixedPrecision: scaling is 128.0"),
+            ({"keep": "norm"}, TypeError, "MixedPrecision: keep is 'norm', expected a tuple of patterns"),
+            ({"cast_inputs": 1}, TypeError, "MixedPrecision: cast_inputs is 1, expected True or False"),
+            ({"stochastic_rounding": True}, ValueError, "stochastic_rounding is for parameters stored in bfloat16"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments: Any, error: Any, message: str) -> None:
+        with pytest.raises(error, match=message):
+            fb.MixedPrecision(**arguments)
+
+
+def _at(state: LossScale, factor: float) -> LossScale:
+    return LossScale(torch.full_like(state.factor, factor), state.good, state.overflows)
+
+
+class TestStochasticRounding:
+    @given(x=st.floats(width=32, allow_nan=False), bits=st.integers(-(2**31), 2**31 - 1))
+    def test_it_gives_a_neighbour(self, x: float, bits: int) -> None:
+        exact = torch.tensor(x, dtype=torch.float32)
+        got = stochastic_round(exact, torch.tensor(bits, dtype=torch.int32))
+        raw = exact.view(torch.int32)
+        down = (raw & -65536).view(torch.float32)  # towards zero
+        up = ((raw & -65536) + 65536).view(torch.float32) if down != exact else down
+        assert got.dtype == torch.bfloat16
+        assert got.float() in (down, up) or not exact.isfinite()
+        assert exact.isfinite() or got.float() == exact
+
+    @given(x=st.floats(-(2.0**100), 2.0**100, width=32))
+    def test_its_mean_is_exact(self, x: float) -> None:
+        """Over all 2^16 draws of the bits that count."""
+        bits = torch.arange(2**16, dtype=torch.int32)
+        mean = stochastic_round(torch.full((2**16,), x), bits).double().mean().item()
+        assert mean == pytest.approx(x, rel=1e-12, abs=1e-40)
+
+    @pytest.mark.parametrize("name", PLUGINS)
+    def test_small_updates_count(self, name: str) -> None:
+        """Updates of a thousandth of a bfloat16's spacing: lost by rounding to nearest, on average kept by chance."""
+        model = fb.Model(
+            init=lambda key: {"w": torch.ones(4096)},
+            apply=lambda params: params["w"],
+            abstract={"w": fb.ArrayInfo((4096,), torch.float32)},
+        )
+
+        def loss(params: Any, batch: Any) -> Any:
+            return params["w"].float().sum() * batch["x"].sum(), batch["x"].sum()
+
+        moved = {}
+        for chance in (False, True):
+            here = booster(name, fb.BF16MixedPrecision(master_weights=False, stochastic_rounding=chance))
+            state = here.init(model, fb.optim.sgd(1e-5), key=fb.random.key(0))
+            assert {leaf.dtype for leaf in fb.tree.leaves(state.storage)} == {torch.bfloat16}
+            step = here.train_step(loss, fb.optim.sgd(1e-5), jit=False)
+            for _ in range(20):
+                state, _ = step(state, {"x": torch.ones(4)})
+            moved[chance] = 1 - here.full_params(state)["w"].double().mean().item()
+        assert moved[False] == 0
+        assert moved[True] == pytest.approx(20e-5, rel=0.25)  # a standard deviation is 7%
+
+
+def test_masters_are_switched_off() -> None:
+    """2 bytes a parameter instead of 4."""
+    problem = testing.small(8)
+    for plugin, precision in (
+        (fb.LowLevelZeroPlugin(master_weights=False), "bf16"),
+        (fb.LowLevelZeroPlugin(), fb.BF16MixedPrecision(master_weights=False)),
+    ):
+        here = fb.Booster("cpu", precision, plugin, fb.virtual_mesh(2))
+        state = here.init(problem.model, problem.tx, key=problem.key)
+        assert {leaf.dtype for leaf in fb.tree.leaves((state.storage, state.frozen))} == {torch.bfloat16}
+        step = here.train_step(problem.loss_fn, problem.tx, jit=False)
+        losses = []
+        for _ in range(5):
+            state, metrics = step(state, problem.batch)
+            losses.append(metrics["loss"].item())
+        assert losses[-1] < losses[0]
+
+
+def test_a_step_keeps_the_old_state(tmp_path: Path) -> None:
+    """A checkpoint of before the scale had counters loads, with a scale of 1."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    problem, here = testing.small(8), fb.Booster("cpu")
+    state = here.init(problem.model, problem.tx, key=problem.key)
+    here.save(tmp_path, state)
+    manifest = json.loads((tmp_path / "manifest.json").read_text()) if (tmp_path / "manifest.json").exists() else None
+    assert manifest is not None
+    tensors = load_file(tmp_path / manifest["data"])
+    for name in ("loss_scale.factor", "loss_scale.good", "loss_scale.overflows"):
+        del tensors[name], manifest["leaves"][name]
+    tensors["loss_scale"] = torch.ones(())
+    manifest["leaves"]["loss_scale"] = {"shape": [], "dtype": "float32"}
+    save_file(tensors, tmp_path / manifest["data"])
+    import hashlib
+
+    manifest["sha256"] = hashlib.sha256((tmp_path / manifest["data"]).read_bytes()).hexdigest()
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    same(here.load(tmp_path, like=copy.copy(state)), state)
