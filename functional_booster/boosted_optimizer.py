@@ -39,6 +39,11 @@ class BoostedOptimizer:
         """The param groups of the torch optimizer; what is written there holds from the next step on."""
         return self.optimizer.param_groups
 
+    @property
+    def loss_scale(self) -> torch.Tensor:
+        """What the loss is multiplied by on the way through the model (0-d); 1 where the precision does not scale."""
+        return self._run.state.loss_scale.factor
+
     def backward(self, loss: torch.Tensor, inputs: Any = None, retain_graph: bool = False) -> None:
         """Add the gradients of ``loss`` (0-d) to those of ``parameters()``, unless in ``no_sync`` over all ranks.
 

@@ -56,7 +56,7 @@ class Train:
     """Norm that gradients are clipped to; --max-norm None does not clip."""
     accumulate: int = 1
     """Parts that a batch is cut into, one after another, to save memory; they and the ranks divide --batch-size."""
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16", "fp16_apex", "fp16_naive", "fp8"] = "fp32"
     """Of the computation; parameters and optimizer stay in 32 bits."""
     plugin: Literal["none", "torch_ddp", "low_level_zero", "low_level_zero_2", "torch_fsdp", "gemini"] = "none"
     """How the training is spread over the processes of torchrun, or over --virtual-ranks; none: one device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -60,10 +60,12 @@ class TrainStep:
         whole, further, _ = (part if isinstance(part, Jitted) else jit(part) for part in self.parts)
         batches = self._microbatches(state, batch)
         if len(batches) == 1:
-            return whole.lower(state, batches[0])
-        prepared = self.prepare(state)
-        first = torch.zeros((), dtype=torch.int32, device=state.step.device)
-        return further.lower(self._zeros(state, prepared, batches[0]), state, prepared, batches[0], first)
+            lowered = whole.lower(state, batches[0])
+        else:
+            prepared = self.prepare(state)
+            first = torch.zeros((), dtype=torch.int32, device=state.step.device)
+            lowered = further.lower(self._zeros(state, prepared, batches[0]), state, prepared, batches[0], first)
+        return replace(lowered, mesh=state.plan.mesh if state.plan.mesh.across else None)
 
     def _zeros(self, state: TrainState, prepared: step.Prepared, microbatch: Tree) -> step.Sums:
         """The sums to begin with; what they look like is found out once for each shape of the arguments."""

@@ -28,7 +28,6 @@ VALIDATION = 8  # batches
 TEMPERATURE = 0.8
 PROMPT = b"\n"
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _PLUGINS: dict[str, Callable[[], Any]] = {
     "none": lambda: None,
     "torch_ddp": plugins.TorchDDPPlugin,
@@ -116,7 +115,9 @@ def train(run: Run) -> int:
         hooks.append(Profiler(out / "profile"))
     if config.stop_after is not None:
         hooks.append(every(config.stop_after, stop))
-    peak = profile.peak_flops(run.booster.device, _DTYPES[config.precision])
+    precision = run.booster.precision
+    multiplied = torch.float8_e4m3fn if precision.fp8 else precision.policy.compute or precision.autocast
+    peak = profile.peak_flops(run.booster.device, multiplied or torch.float32)
     with contextlib.ExitStack() as closing:
         with watchdog.all_or_none("opening of the metrics"):
             tracker = closing.enter_context(contextlib.closing(_trackers(config, start))) if first else None

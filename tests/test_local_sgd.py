@@ -17,7 +17,8 @@ import functional_booster as fb
 from functional_booster import testing
 from functional_booster.kernels import flat
 from functional_booster.kernels.flat import Flat, Layout
-from functional_booster.precision import Policy, cast
+from functional_booster.precision import Policy
+from functional_booster.sharding import shards
 from functional_booster.sharding.collectives import axis_size, pmean, psum
 
 
@@ -40,7 +41,7 @@ class LocalSGD:
         return flat.plan(abstract, labels)  # every rank holds everything
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
-        return cast(storage, policy.compute)
+        return shards.join(storage, policy.compute)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         return prepared

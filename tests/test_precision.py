@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 import functional_booster as fb
-from functional_booster import testing
+from functional_booster import checkpoint, testing
 from functional_booster.precision import NAMES, LossScale, precision_of, stochastic_round
 from functional_booster.testing.problem import residual
 
@@ -285,7 +288,9 @@ class TestNames:
                     state, metrics = step(state, problem.batch)
                     assert metrics["skipped"].item() == 0
                     history[chosen].append(metrics["loss"].item())
-        assert history[precision] == pytest.approx(history["fp32"], rel=2e-2 if precision == "bf16" else 5e-3)
+        assert history[precision] == pytest.approx(
+            history["fp32"], rel={"bf16": 2e-2, "fp8": 5e-2}.get(precision, 5e-3)
+        )
         assert history["fp32"][-1] < history["fp32"][0]
         if precision not in ("fp32", "fp16_apex"):  # whose loss is computed in float64 here
             assert history[precision] != history["fp32"]
@@ -386,6 +391,191 @@ class TestStochasticRounding:
         assert moved[True] == pytest.approx(20e-5, rel=0.25)  # a standard deviation is 7%
 
 
+class TestKept:
+    def test_leaves_keep_their_dtype_by_pattern(self) -> None:
+        """Stored and computed with in float32, beside bfloat16; sums over ranks, too."""
+        model = fb.models.gpt2(n_layer=2, n_head=2, n_embd=16, vocab_size=32, n_positions=8)
+        keep = ("h.*.ln_*", "ln_f")
+        precision = fb.MixedPrecision(fb.Policy(torch.bfloat16, torch.bfloat16), keep=keep)
+        batch = {"input_ids": torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))}
+        for name in PLUGINS:
+            here = booster(name, precision)
+            state = here.init(model, fb.optim.adamw(1e-2), key=fb.random.key(0))
+            seen: dict[str, torch.dtype] = {}
+
+            def loss(params: Any, batch: Any, seen: Any = seen) -> Any:
+                seen |= {name: leaf.dtype for name, leaf in fb.tree.named_leaves(params).items()}
+                return model.loss(params, batch)
+
+            state, metrics = here.train_step(loss, fb.optim.adamw(1e-2), jit=False)(state, batch)
+            stored = {name: leaf.dtype for name, leaf in fb.tree.named_leaves(here.full_params(state)).items()}
+            assert metrics["loss"].isfinite()
+            expected = {each: torch.float32 if "ln_" in each else torch.bfloat16 for each in stored}
+            assert stored == expected == seen
+
+    def test_batch_norms_are_found_by_their_type(self) -> None:
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.LayerNorm(4))
+        model, here = fb.functionalize(module), fb.Booster("cpu", fb.FP16ApexMixedPrecision("O2"))
+        state, seen = here.init(model, fb.optim.sgd(0.1), key=fb.random.key(0)), {}
+
+        def loss(params: Any, batch: Any) -> Any:
+            seen.update({name: leaf.dtype for name, leaf in params.items()})
+            return model.apply(params, batch["x"], buffers=model.buffers()).float().square().sum(), 8
+
+        here.train_step(loss, fb.optim.sgd(0.1), jit=False)(state, {"x": torch.randn(8, 4)})
+        assert {name for name, dtype in seen.items() if dtype == torch.float32} == {"1.weight", "1.bias"}
+        assert model.batch_norms == {"1.weight", "1.bias"}
+
+    def test_a_pattern_that_matches_nothing(self) -> None:
+        problem = testing.small(8)
+        with pytest.raises(ValueError, match="keep: 'norm' matches no name of the parameter tree: "):
+            fb.Booster("cpu", fb.MixedPrecision(keep=("norm",))).init(problem.model, problem.tx, key=problem.key)
+
+
+class TestFp8:
+    def model(self) -> fb.Model:
+        sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
+        return fb.models.gpt2(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+    def losses(self, here: fb.Booster, steps: int = 8, jit: bool = False) -> list[float]:
+        model, tx = self.model(), fb.optim.adamw(3e-3)
+        batch = {"input_ids": torch.randint(64, (8, 16), generator=torch.Generator().manual_seed(0))}
+        state = here.init(model, tx, key=fb.random.key(0))
+        step, history = here.train_step(model.loss, tx, jit=jit), []
+        with testing.traced():
+            for _ in range(steps):
+                state, metrics = step(state, batch)
+                history.append(metrics["loss"].item())
+        return history
+
+    @pytest.mark.parametrize("name", PLUGINS)
+    def test_it_trains_as_bfloat16_does(self, name: str) -> None:
+        plain, fast = (self.losses(booster(name, precision)) for precision in ("bf16", "fp8"))
+        assert fast == pytest.approx(plain, rel=5e-3)
+        assert fast != plain
+        assert fast[-1] < fast[0] - 0.1
+
+    def test_jitted(self) -> None:
+        eager, jitted = (self.losses(booster("one device", "fp8"), steps=3, jit=jit) for jit in (False, True))
+        assert jitted == pytest.approx(eager, rel=1e-4)
+
+    @pytest.mark.parametrize(
+        "plugin",
+        [
+            fb.TorchDDPPlugin(fp8_communication=True),
+            fb.LowLevelZeroPlugin(stage=2, fp8_communication=True, use_fp8=True, extra_dp_size=2),
+            fb.TorchFSDPPlugin(fp8_communication=True),
+            fb.GeminiPlugin(fp8_communication=True, shard_param_frac=0.5),
+        ],
+        ids=repr,
+    )
+    def test_communication(self, plugin: Any) -> None:
+        """What travels is float8; the training is bfloat16's to its rounding."""
+        policy = fb.Booster("cpu", "bf16", plugin, fb.virtual_mesh(4)).policy
+        assert (policy.wire, policy.reduce_wire) == (torch.float8_e4m3fn, torch.float8_e5m2)
+        got = self.losses(fb.Booster("cpu", "bf16", plugin, fb.virtual_mesh(4)))
+        plain = self.losses(booster("ddp", "bf16"))
+        assert got == pytest.approx(plain, rel=1e-2)
+        assert got != plain
+
+    def test_what_is_excluded_is_not_multiplied_in_fp8(self) -> None:
+        every = self.losses(booster("one device", "bf16"), 2)
+        none = fb.FP8MixedPrecision(exclude=("*",))
+        assert self.losses(booster("one device", none), 2) == every
+        some = fb.FP8MixedPrecision("row", exclude=("wte", "wpe", "h.0"))
+        assert self.losses(booster("one device", some), 2) != self.losses(booster("one device", "fp8"), 2) != every
+
+    def test_a_pattern_that_matches_nothing_is_refused_before_the_first_step(self) -> None:
+        model = self.model()
+        with pytest.raises(ValueError, match="exclude: 'lm_haed' match no leaf"):
+            fb.Booster("cpu", fb.FP8MixedPrecision(exclude=("lm_haed",))).init(
+                model, fb.optim.sgd(0.1), key=fb.random.key(0)
+            )
+
+
+class TestImperative:
+    def boosted(self, precision: Any, name: str) -> Any:
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        here = booster(name, precision)
+        return here, *here.boost(module, optimizer, lr_scheduler=scheduler)
+
+    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+        return x, x.sum(1, keepdim=True)
+
+    @pytest.mark.parametrize("name", PLUGINS)
+    @pytest.mark.parametrize("precision", ["fp16", "fp16_apex", "bf16", "fp8"])
+    def test_it_trains_as_float32_does(self, precision: str, name: str) -> None:
+        x, y = self.batch()
+        history: dict[str, list[tuple[float, float]]] = {}
+        for chosen in ("fp32", precision):
+            scaled = fb.MixedPrecision(
+                precision_of(chosen).policy,
+                None if chosen in ("fp32", "bf16", "fp8") else fb.DynamicScaling(2.0**12),
+                precision_of(chosen).fp8,
+                precision_of(chosen).autocast,
+            )
+            here, model, optimizer, _, _, scheduler = self.boosted(scaled, name)
+            history[chosen] = []
+            for _ in range(5):
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                here.backward(loss, optimizer)
+                history[chosen].append((loss.item(), optimizer.get_grad_norm().item()))
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                assert not optimizer.skipped
+        tolerance = 0.1 if precision == "fp8" else 0.02
+        for got, expected in zip(history[precision], history["fp32"], strict=True):
+            assert got == pytest.approx(expected, rel=tolerance)
+
+    @pytest.mark.parametrize("name", PLUGINS)
+    def test_small_gradients_are_kept_and_are_gradients(self, name: str) -> None:
+        """Whichever way backward is called: ``.grad`` and norms are never scaled."""
+        x, y = self.batch()
+        norms = {}
+        for precision in ("fp32", "fp16"):
+            scaled = fb.MixedPrecision(
+                precision_of(precision).policy, fb.ConstantScaling(2.0**20) if precision == "fp16" else None
+            )
+            here, model, optimizer, *_ = self.boosted(scaled, name)
+            inputs = x.clone().requires_grad_()
+            for through_the_booster in (True, False):
+                optimizer.zero_grad()
+                loss = torch.nn.functional.mse_loss(model(inputs), y) * 1e-8
+                here.backward(loss, optimizer) if through_the_booster else loss.backward()
+                norms.setdefault(precision, []).append(optimizer.get_grad_norm().item())
+            assert inputs.grad is not None
+            norms[precision].append(inputs.grad.norm().item())
+        assert norms["fp16"] == pytest.approx(norms["fp32"], rel=5e-3)
+        assert norms["fp32"][0] < 1e-6
+
+    @pytest.mark.parametrize("name", ["one device", "zero1", "fsdp"])
+    def test_a_step_that_overflows_is_skipped(self, name: str) -> None:
+        x, y = self.batch()
+        scaled = fb.MixedPrecision(
+            precision_of("fp16").policy, fb.DynamicScaling(2.0**8, growth_interval=1, hysteresis=1)
+        )
+        here, model, optimizer, _, _, scheduler = self.boosted(scaled, name)
+        before, rate = model.state_dict(), optimizer.param_groups[0]["lr"]
+        bad = x.clone()
+        bad[0] = 1e6  # no float16
+        for inputs, skipped in ((bad, True), (bad, True), (x, False)):
+            here.backward(torch.nn.functional.mse_loss(model(inputs), y), optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            assert bool(optimizer.skipped) == skipped
+            if skipped:
+                same(model.state_dict(), before)
+                assert optimizer.param_groups[0]["lr"] == rate
+        assert optimizer.param_groups[0]["lr"] < rate
+        assert optimizer.loss_scale.item() == 2.0**8 / 4 * 2
+
+
 def test_masters_are_switched_off() -> None:
     """2 bytes a parameter instead of 4."""
     problem = testing.small(8)
@@ -404,25 +594,17 @@ def test_masters_are_switched_off() -> None:
         assert losses[-1] < losses[0]
 
 
-def test_a_step_keeps_the_old_state(tmp_path: Path) -> None:
-    """A checkpoint of before the scale had counters loads, with a scale of 1."""
-    import json
-
-    from safetensors.torch import load_file, save_file
-
+def test_a_checkpoint_of_before_the_scale_had_counters(tmp_path: Path) -> None:
     problem, here = testing.small(8), fb.Booster("cpu")
     state = here.init(problem.model, problem.tx, key=problem.key)
     here.save(tmp_path, state)
-    manifest = json.loads((tmp_path / "manifest.json").read_text()) if (tmp_path / "manifest.json").exists() else None
-    assert manifest is not None
+    manifest = json.loads((tmp_path / checkpoint.MANIFEST).read_text())
     tensors = load_file(tmp_path / manifest["data"])
     for name in ("loss_scale.factor", "loss_scale.good", "loss_scale.overflows"):
         del tensors[name], manifest["leaves"][name]
     tensors["loss_scale"] = torch.ones(())
     manifest["leaves"]["loss_scale"] = {"shape": [], "dtype": "float32"}
     save_file(tensors, tmp_path / manifest["data"])
-    import hashlib
-
     manifest["sha256"] = hashlib.sha256((tmp_path / manifest["data"]).read_bytes()).hexdigest()
-    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     same(here.load(tmp_path, like=copy.copy(state)), state)

@@ -78,13 +78,16 @@ def heads(layers: Sequence[Params], x: torch.Tensor, head_dim: int) -> list[torc
 
 
 def layer_norm(params: Params, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """LayerNorm over the last dim; statistics in float32 at least (Ba et al. 2016)."""
-    return F.layer_norm(x, x.shape[-1:], params["weight"], params["bias"], eps)
+    """LayerNorm over the last dim, in x's dtype; statistics in float32 at least (Ba et al. 2016)."""
+    wide = torch.promote_types(x.dtype, params["weight"].dtype)  # weights may be kept in another dtype than x has
+    weight, bias = params["weight"].to(wide), params["bias"].to(wide)
+    return F.layer_norm(x.to(wide), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 def rms_norm(params: Params, x: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm over the last dim; statistics in float32 at least (Zhang and Sennrich 2019)."""
-    return F.rms_norm(x, x.shape[-1:], params["weight"], eps)
+    """RMSNorm over the last dim, in x's dtype; statistics in float32 at least (Zhang and Sennrich 2019)."""
+    wide = torch.promote_types(x.dtype, params["weight"].dtype)
+    return F.rms_norm(x.to(wide), x.shape[-1:], params["weight"].to(wide), eps).to(x.dtype)
 
 
 def dropout(x: torch.Tensor, p: float, key: torch.Tensor | None) -> torch.Tensor:

@@ -73,7 +73,7 @@ class LowLevelZeroPlugin:
         arguments.check_precision(self)
         arguments.check_size(self, "reduce_bucket_size_in_m")
         arguments.check_dtype("communication_dtype", self.communication_dtype)
-        arguments.check_flag(self, "cpu_offload", "master_weights", "verbose")
+        arguments.check_flag(self, "cpu_offload", "master_weights", "verbose", "cast_inputs")
         arguments.check_flag(self, "overlap_communication", "overlap_allgather", "use_fp8", "fp8_communication")
         check_integer("extra_dp_size", self.extra_dp_size, minimum=1)
         arguments.ignore(self, "overlap_communication", "overlap_allgather", "verbose")

@@ -8,7 +8,8 @@ import torch
 
 from functional_booster.kernels import flat, tree
 from functional_booster.kernels.flat import Flat, Layout
-from functional_booster.precision import Policy, cast
+from functional_booster.precision import Policy
+from functional_booster.sharding import shards
 from functional_booster.sharding.mesh import Mesh
 
 Tree = tree.Tree
@@ -30,7 +31,7 @@ class SingleDevice:
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
         """The storage in the compute dtype."""
-        return cast(storage, policy.compute)
+        return shards.join(storage, policy.compute)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         """What was prepared."""

@@ -21,7 +21,7 @@ from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Mesh, virtual_mesh
 from functional_booster.sharding.spec import PartitionSpec
 
-from .problem import Problem, labelled, loss_of, residual
+from .problem import Problem, labelled, loss_of, residual, small
 
 Tree = tree.Tree
 Shape = tuple[int, ...]
@@ -52,7 +52,8 @@ def meshes(draw: st.DrawFn, plugin: Plugin | None = None, max_ranks: int = 8) ->
 def _accepts(plugin: Plugin, axes: dict[str, int]) -> bool:
     """Whether the plugin's own arguments leave room for these sizes."""
     try:
-        plugin.layout({"leaf": ArrayInfo((1,))}, {"leaf": ()}, virtual_mesh(**axes))
+        abstract = small(1).model.abstract
+        plugin.layout(abstract, tree.map(lambda _: (), abstract), virtual_mesh(**axes))
     except ValueError:
         return False
     return True
