@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +105,10 @@ class BoostedOptimizer:
                 value.copy_(new.storage.buffers[run.buckets[name]])
         inner = {**before.inner, **new.opt_state.inner}
         run.state = run.state.replace(
-            step=new.step, loss_scale=new.loss_scale, opt_state=new.opt_state._replace(inner=inner)
+            step=new.step,
+            position=new.position,  # what a step draws is fresh, also without a forward in training in between
+            loss_scale=new.loss_scale,
+            opt_state=new.opt_state._replace(inner=inner),
         )
         run.release()
 
@@ -142,7 +146,8 @@ class BoostedOptimizer:
         with self._run.guarded("clip_grad_by_value"):
             gradients = self._gradients()
         for gradient in gradients.values():
-            gradient.clamp_(-clip_value, clip_value)
+            overflow = torch.where(gradient.isfinite(), 0.0, torch.nan).to(gradient.dtype)
+            gradient.clamp_(-clip_value, clip_value).add_(overflow)  # the next step is to see it, and to be skipped
 
     def get_grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The global 2-norm of the gradients (0-d), that of before if ``clip_grad_by_norm`` clipped them."""
@@ -166,24 +171,42 @@ class BoostedOptimizer:
 
         Raises ValueError, with the whole list, where it does not fit; on processes, where not on one, all raise.
         """
-        before = [dict(group) for group in self.param_groups]
-        try:
-            with self._run.all_or_none("optimizer load_state_dict"):
-                state = self._loaded(state_dict)
-        except Exception:
-            for group, values in zip(self.param_groups, before, strict=True):
-                group.update(values)
-            raise
-        self._run.state = self._run.state.replace(opt_state=state)
+        run = self._run
+        with self.loading("optimizer load_state_dict"):
+            if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+                raise ValueError(
+                    "state_dict: expected what state_dict() of a boosted optimizer gave: state, param_groups"
+                )
+            given = state_dict["state"]
+            state, places = self.fitted({path: v.shape for path, v in given.items()}, state_dict["param_groups"])
+            loaded = [own(run.part(name, given[path], like=now)) for path, (name, now) in places.items()]
+            state = state._replace(inner=tree.unflatten(tree.structure(state.inner), loaded))
+        run.state = run.state.replace(opt_state=state)
 
     def unwrap(self) -> torch.optim.Optimizer:
         """The torch optimizer that was handed to ``boost``; its own state is that of before."""
         return self.optimizer
 
-    def _loaded(self, state_dict: Mapping[str, Any]) -> FromTorchState:
-        """The state that ``state_dict`` holds, whose hyperparameters are then those of the param groups."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError("state_dict: expected what state_dict() of a boosted optimizer gave: state, param_groups")
+    @contextlib.contextmanager
+    def loading(self, what: str) -> Generator[None]:
+        """Around a load: where it fails, on one process or on all, the param groups are as before, and all raise."""
+        before = [dict(group) for group in self.param_groups]
+        try:
+            with self._run.all_or_none(what):
+                yield
+        except Exception:
+            for group, values in zip(self.param_groups, before, strict=True):
+                group.update(values)
+            raise
+
+    def fitted(
+        self, shapes: Mapping[str, Sequence[int]], groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[FromTorchState, dict[str, tuple[str, torch.Tensor]]]:
+        """The state that these leaves are to fill, the param groups then being ``groups``; and where each leaf lies.
+
+        That is {path: (the parameter's name, its present value)}, in the order of the state's leaves. Raises
+        ValueError, with the whole list, where ``shapes`` ({path: whole shape}) or ``groups`` do not fit.
+        """
         run = self._run
         state = self._state_for([name for name, leaf in self._parameters.items() if leaf.requires_grad])
         places = {
@@ -191,24 +214,21 @@ class BoostedOptimizer:
             for name in sorted(state.inner)
             for path, now in tree.named_leaves({name: state.inner[name]}).items()
         }
-        shapes, given = {path: run.whole_shape(*place) for path, place in places.items()}, state_dict["state"]
-        problems = [f"{name}: missing" for name in shapes if name not in given]
-        problems += [f"{name}: unexpected" for name in given if name not in shapes]
+        expected = {path: run.whole_shape(*place) for path, place in places.items()}
+        problems = [f"{path}: missing" for path in expected if path not in shapes]
+        problems += [f"{path}: unexpected" for path in shapes if path not in expected]
         problems += [
-            f"{name}: shape {tuple(given[name].shape)}, expected {tuple(shapes[name])}"
-            for name in shapes.keys() & given.keys()
-            if given[name].shape != shapes[name]
+            f"{path}: shape {tuple(shapes[path])}, expected {tuple(expected[path])}"
+            for path in expected.keys() & shapes.keys()
+            if tuple(shapes[path]) != tuple(expected[path])
         ]
-        groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             problems.append(f"param_groups: {len(groups)}, expected {len(self.param_groups)}")
         if problems:
             raise ValueError("the optimizer's state does not fit:\n  " + "\n  ".join(sorted(problems)))
         for group, values in zip(self.param_groups, groups, strict=True):
-            group.update(copy.deepcopy(values))
-        state = self._refreshed(state)
-        loaded = [own(run.part(name, given[path], like=now)) for path, (name, now) in places.items()]
-        return state._replace(inner=tree.unflatten(tree.structure(state.inner), loaded))
+            group.update(copy.deepcopy(dict(values)))
+        return self._refreshed(state), places
 
     def _gradients(self) -> dict[str, torch.Tensor]:
         """{name: gradient} of the optimizer's parameters that have one, synchronized."""

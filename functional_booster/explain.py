@@ -19,6 +19,7 @@ from functional_booster.sharding.rows import microbatches
 
 from .booster import Booster
 from .jit import Jitted, jit
+from .loss_call import LossFn
 from .lowered import Lowered, readable_bytes
 from .models.model import Model
 from .plugins import Plan
@@ -92,7 +93,7 @@ def explain(
     booster: Booster,
     *,
     tx: Any = None,
-    loss_fn: step.LossFn | None = None,
+    loss_fn: LossFn | None = None,
     batch: Tree = None,
     accumulate: int = 1,
 ) -> Explanation:

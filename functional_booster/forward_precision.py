@@ -13,7 +13,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 from functional_booster.kernels import tree
-from functional_booster.precision import MixedPrecision, cast, cast_arguments, scale_gradient
+from functional_booster.precision import MixedPrecision, cast, cast_arguments, is_float, scale_gradient
 
 from .state import TrainState
 
@@ -22,14 +22,13 @@ Tree = tree.Tree
 
 def weights(precision: MixedPrecision, state: TrainState, params: dict[str, torch.Tensor]) -> dict[str, Any]:
     """The parameters, by name, as the model computes with them."""
-    layout = state.storage.layout
-    kept = {slot.name for bucket in layout.kept for slot in layout.buckets[bucket]}
+    kept = state.storage.layout.kept_names
     compute = precision.policy.compute
     leaves = {
         name: cast(_unscaled(precision, state, leaf), None if name in kept else compute)
         for name, leaf in params.items()
     }
-    return leaves if precision.fp8 is None else precision.fp8.mark(leaves)
+    return leaves if precision.fp8 is None else precision.fp8.mark(leaves, kept)
 
 
 def inputs(precision: MixedPrecision, state: TrainState, arguments: Any) -> Any:
@@ -38,19 +37,22 @@ def inputs(precision: MixedPrecision, state: TrainState, arguments: Any) -> Any:
 
 
 def outputs(precision: MixedPrecision, state: TrainState, values: Any) -> Any:
-    """What the model returned, in the dtype of the policy."""
-    cast_values = cast_arguments(values, precision.policy.output)
+    """What the model returned, in the dtype of the policy; where the loss is scaled in float32 at least, since
+    cotangents in half precision would be lost before they are scaled."""
+    given = cast_arguments(values, precision.policy.output)
     if precision.scaling is None:
-        return cast_values
-    factor = state.loss_scale.factor
-    return torch_pytree.tree_map(lambda leaf: scale_gradient(leaf, factor) if _is_float(leaf) else leaf, cast_values)
+        return given
+
+    def scaled(leaf: Any) -> Any:
+        if not is_float(leaf):
+            return leaf
+        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+        return scale_gradient(wide, state.loss_scale.factor).clone()  # of its own: it may be changed in place
+
+    return torch_pytree.tree_map(scaled, given)
 
 
 def _unscaled(precision: MixedPrecision, state: TrainState, leaf: Any) -> Any:
-    if precision.scaling is None or not _is_float(leaf):
+    if precision.scaling is None or not is_float(leaf):
         return leaf
     return scale_gradient(leaf, 1 / state.loss_scale.factor)
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

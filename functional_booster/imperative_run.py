@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from functional_booster import optim, watchdog
+from functional_booster import optim, placement, watchdog
 from functional_booster.kernels import flat, transforms, tree
 from functional_booster.precision import MixedPrecision, Policy
 from functional_booster.sharding import shards
@@ -52,9 +52,11 @@ class Run:
 
     @property
     def policy(self) -> Policy:
-        """The dtypes; gradients, which are not scaled when they travel, do so in float32 at least."""
+        """The dtypes. Where the loss is scaled gradients, which are not when they travel, do so in float32 at least."""
         policy = self.precision.policy
-        return replace(policy, reduce=None) if self.precision.scaling is not None else policy
+        if self.precision.scaling is None or (dtype := policy.reduce or policy.param) is None:
+            return policy
+        return replace(policy, reduce=torch.promote_types(dtype, torch.float32))
 
     @property
     def plan(self) -> Plan:
@@ -297,6 +299,8 @@ def start(
 ) -> Run:
     """A run of the module, ``model`` as a Model, from a state that ``init`` makes, still without an optimizer's.
 
+    Raises ValueError for a layout that waits for a first train_step to be measured.
+
     Processes start from the weights and buffers of the first one, as with torch's DDP.
     """
     fixed: dict[str, torch.Tensor] = {}
@@ -310,6 +314,11 @@ def start(
     # Frozen parameters may be thawed on the way, so all have their place in the storage.
     every = replace(model, init=weights, abstract={n: replace(i, trainable=True) for n, i in model.abstract.items()})
     state = init(every, optim.identity()._replace(groups=functools.partial(_alone, plan)))
+    if placement.is_provisional(state):
+        raise ValueError(
+            "placement_policy: 'auto' measures the first call of a train_step, which an imperative loop has not: say "
+            "what is where, by placement_policy='static' with its fractions"
+        )
     state = state.replace(frozen=None, buffers=shards.of_the_first(state.buffers, plan.mesh))
     stored = {slot.name: state.storage.buffers[slot.bucket] for slot in state.storage.layout.slots}
     parameters = {

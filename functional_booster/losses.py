@@ -8,6 +8,7 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from functional_booster.kernels import graph
+from functional_booster.sharding.remat import remat
 
 CHUNK_ELEMENTS = 1 << 27  # logits held at a time by linear_next_token: 512 MiB in float32
 
@@ -126,7 +128,8 @@ def linear_next_token(
     """``next_token(hidden @ head.T, labels)`` without ever holding the logits: hidden (B, T, D), head (V, D).
 
     ``chunk_size`` tokens at a time (by default as many as keep a chunk's logits at 512 MiB). Gradients are computed in
-    the forward pass, when one is wanted, in the operands' dtype with sums over chunks in float32 at least; second
+    the forward pass, when one is wanted, in the operands' dtype with sums over chunks in float32 at least; for float16
+    in the backward, from logits that are computed again, since there the cotangent carries the loss scale. Second
     derivatives are right, and forward mode works, at the cost of holding the logits. Raises as ``cross_entropy``.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
@@ -144,7 +147,9 @@ def linear_next_token(
     counted = _weights(targets, None if weights is None else _next(weights, 0), options, hidden.dtype)
     operands = (hidden.flatten(0, 1), head, targets.flatten(), counted.flatten())
     wanted = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    if wanted and "Jvp" not in graph.transforms():
+    if hidden.dtype == torch.float16:  # gradients need the cotangent's scale from the start: computed in the backward
+        total = _total(*operands, options, chunk_size, remat)
+    elif wanted and "Jvp" not in graph.transforms():
         total = _Fused.apply(*operands, options, chunk_size)[0]
     else:  # also right where a gradient is wanted after all, from outside a vmap; then it costs the logits
         total = _total(*operands, options, chunk_size)
@@ -239,11 +244,16 @@ def _total(
     weights: torch.Tensor,
     options: Options,
     chunk_size: int,
+    wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]] = lambda of_chunk: of_chunk,
 ) -> torch.Tensor:
     """Hidden (N, D), head (V, D), labels and weights (N) -> the weighted sum, 0-d: the definition, chunk by chunk."""
+
+    def of_chunk(h: torch.Tensor, head: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return (_token_losses(F.linear(_masked(h, y, options), head), y, options) * w).sum()
+
+    summed = wrap(of_chunk)
     chunks = zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True)
-    sums = [(_token_losses(F.linear(_masked(h, y, options), head), y, options) * w).sum() for h, y, w in chunks]
-    return torch.stack(sums).sum()
+    return torch.stack([summed(h, head, y, w) for h, y, w in chunks]).sum()
 
 
 class _Fused(torch.autograd.Function):

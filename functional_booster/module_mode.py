@@ -1,14 +1,15 @@
 """What a functionalized module's torch calls go through: one TorchFunctionMode around its forward.
 
 Random functions draw from the call's key, a fresh one at every site; torch's global generators are never read. Weights
-that are marked for fp8 are multiplied in fp8.
-Functions that write their operands unseen by torch's version counters (batch statistics) are noted. Each function that
-is treated apart has its handler in ``_HANDLERS``.
+that are marked for fp8 are multiplied in fp8, and operands of several dtypes are brought together. Functions that write
+their operands unseen by torch's version counters (batch statistics) are noted. Each function that is treated apart has
+its handler in ``_HANDLERS``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import types
 from collections.abc import Callable, Generator, Mapping
@@ -20,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from functional_booster.kernels import attention, random
+from functional_booster.precision import fp8, is_float
 from functional_booster.precision.fp8 import Fp8Weight
 from functional_booster.sharding import environment
 
@@ -87,7 +89,29 @@ class ModuleMode(TorchFunctionMode):
 
 
 def _product(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return func(*map(mode.marked, args), **{name: mode.marked(value) for name, value in kwargs.items()})
+    marked = {name: mode.marked(value) for name, value in kwargs.items()}
+    return _of_one_dtype(mode, func, *map(mode.marked, args), **marked)
+
+
+def _of_one_dtype(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function that refuses operands of several dtypes, such as a weight that is kept in its own: in the widest of
+    them, its result in the dtype that the step computes in."""
+    dtypes = {value.dtype for value in (*args, *kwargs.values()) if is_float(fp8.plain(value))}
+    if len(dtypes) < 2:
+        return func(*args, **kwargs)
+    wide = functools.reduce(torch.promote_types, dtypes)
+
+    def widened(value: Any) -> Any:
+        return value.to(wide) if is_float(fp8.plain(value)) and value.dtype != wide else value
+
+    result = func(*map(widened, args), **{name: widened(value) for name, value in kwargs.items()})
+    compute = environment.current().compute
+    return result.to(compute) if compute in dtypes else result
+
+
+def _embedding(mode: ModuleMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    found = func(*args, **kwargs)
+    return found.to(environment.current().compute or found.dtype)
 
 
 def _dropout(
@@ -314,6 +338,8 @@ _UNKEYED = [
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_UNKEYED, _unkeyed),
     **dict.fromkeys((F.linear, torch.addmm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__), _product),
+    **dict.fromkeys((F.layer_norm, F.rms_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d), _of_one_dtype),
+    F.embedding: _embedding,
     F.dropout: _dropout,
     torch.dropout: _torch_dropout,
     F.dropout1d: _channel_dropout(1),

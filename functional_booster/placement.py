@@ -38,13 +38,14 @@ def measured(run: Callable[[TrainState], tuple[TrainState, Any]], state: TrainSt
 
 
 def settled(state: TrainState, peak: int, capacity: int) -> TrainState:
-    """The state with its chunks placed for good: those of ``storage`` first, then those of ``frozen``.
+    """The state with its chunks placed for good, trained and frozen ones.
 
-    ``peak``: bytes that a step takes on the device beside the chunks, all of which are in the host's memory;
+    ``peak``: bytes that a step takes on the device while all chunks are in the host's memory, with the copies of the
+    parameters that it works with: so what comes to the device in addition is a chunk's optimizer state alone;
     ``capacity``: bytes of the device.
     """
     place, layout = state.plan.plugin.place, state.storage.layout  # type: ignore[attr-defined]  # has provisional layouts
-    held = _held((state.storage, state.opt_state))
+    held = _held(state.opt_state)
     chosen = place(layout, held, peak, capacity)
     new = state.replace(
         storage=_moved(state.storage, chosen, state.step.device),
@@ -53,7 +54,7 @@ def settled(state: TrainState, peak: int, capacity: int) -> TrainState:
     if state.frozen is None:
         return new
     taken = peak + sum(size for bucket, size in held.items() if bucket not in chosen.host)
-    still = place(state.frozen.layout, _held(state.frozen), taken, capacity)
+    still = place(state.frozen.layout, {}, taken, capacity)
     return new.replace(frozen=_moved(state.frozen, still, state.step.device))
 
 

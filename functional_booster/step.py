@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,16 +22,14 @@ from functional_booster.sharding import environment, shards
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import axis_index, axis_size, pmax, pmean, psum
 from functional_booster.sharding.mesh import own, spmd
-from functional_booster.sharding.rows import rows_of
 
+from .loss_call import LossFn, evaluate
 from .plugins import Plugin
 from .state import TrainState, assemble, on_ranks
 
 Tree = tree.Tree
-LossFn = Callable[..., Any]
 Metrics = dict[str, torch.Tensor]
 _ROUNDING = 1 << 61  # folded into a step's key for rounding: no place in the batch is so large
-RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "skipped", "loss_scale"})  # names of metrics
 
 
 @dataclass(frozen=True)
@@ -133,10 +130,10 @@ def _scaled_loss(
     loss: torch.Tensor, weight: torch.Tensor, scale: LossScale, axes: tuple[str, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The mean loss times the scale, and the weight that it is a mean over: of a data rank, on average."""
+    weight = weight.detach()  # a scale, whatever it depends on
     share = psum(weight, axes) / axis_size(axes) if axes else weight
     share = torch.where(share > 0, share, 1.0)
-    wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
-    return wide * (scale.factor / share).to(wide.dtype), share
+    return loss * (scale.factor / share).to(loss.dtype), share
 
 
 def prepare(policy: Policy, state: TrainState) -> Prepared:
@@ -153,7 +150,10 @@ def gathered(precision: MixedPrecision, plugin: Plugin, prepared: Prepared) -> T
     policy = precision.policy
     frozen = None if prepared.frozen is None else plugin.gather(prepared.frozen, policy)
     params = assemble(plugin.gather(prepared.trained, policy), frozen)
-    return params if precision.fp8 is None else precision.fp8.mark(params)
+    if precision.fp8 is None:
+        return params
+    layouts = [part.layout for part in (prepared.trained, prepared.frozen) if part is not None]
+    return precision.fp8.mark(params, frozenset().union(*(layout.kept_names for layout in layouts)))
 
 
 def describe(recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree) -> Sums:
@@ -291,111 +291,9 @@ def select(condition: torch.Tensor, new: Tree, old: Tree) -> Tree:
     )
 
 
-def evaluate(
-    loss_fn: LossFn, params: Tree, batch: Tree, key: torch.Tensor | None, buffers: Tree
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Tree]:
-    """Call a loss function in any of its forms: (loss sum, weight, aux scalars, new buffers)."""
-    try:
-        result = _call(loss_fn, params, batch, key, buffers)
-    except KeyError as error:
-        name = error.args[0] if error.args else None
-        if isinstance(batch, Mapping) and isinstance(name, str) and name not in batch and name.isidentifier():
-            raise KeyError(f"loss_fn looked for {name!r}, which is not in the batch: it has {sorted(batch)}") from error
-        raise
-    form = "expected a 0-d mean, (sum, weight) or (sum, weight, aux)"
-    parts = result if isinstance(result, tuple) else (result,)
-    loss = parts[0] if len(parts) in (1, 2, 3) else None
-    if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.is_floating_point():
-        raise TypeError(f"loss_fn returned {_describe(result)}, {form}")
-    weight = parts[1] if len(parts) > 1 else float(rows_of(batch))
-    if not isinstance(weight, int | float | torch.Tensor):
-        raise TypeError(f"loss_fn returned a weight of type {type(weight).__name__}, {form}")
-    weight = torch.as_tensor(weight, dtype=torch.float64, device=loss.device)
-    if weight.dim() != 0:
-        raise TypeError(f"loss_fn returned a weight of shape {tuple(weight.shape)}, expected a number or a 0-d tensor")
-    aux = parts[2] if len(parts) == 3 else {}
-    if not isinstance(aux, dict):
-        raise TypeError(f"loss_fn returned aux of type {type(aux).__name__}, expected a dict of scalars")
-    scalars = {name: _scalar(name, value, loss) for name, value in aux.items() if name != "buffers"}
-    if taken := RESERVED & scalars.keys():
-        raise ValueError(
-            f"loss_fn returned aux[{sorted(taken)[0]!r}], but that is the name of a metric: choose another"
-        )
-    loss = loss * weight.to(loss.dtype) if len(parts) == 1 else loss
-    return loss, weight, scalars, _new_buffers(aux.get("buffers", buffers), buffers)
-
-
 def mean(total: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``total / weight``, 0 for no weight."""
     return (total * _inverse(weight)).to(total.dtype)
-
-
-def check_batch(batch: Tree, device: torch.device) -> None:
-    """Raise, naming the leaf, for a batch that is no tree of tensors with one dim 0 on the state's device."""
-    leaves = tree.leaves(batch)
-    if leaves and all(isinstance(leaf, torch.Tensor) and leaf.device == device and leaf.dim() for leaf in leaves):
-        sizes = {leaf.shape[0] for leaf in leaves}
-        if len(sizes) == 1 and 0 not in sizes:
-            return  # as it should be; names cost time
-    named = tree.named_leaves(batch)
-    if not named:
-        raise ValueError("batch: no tensors in it")
-    rows: dict[int, str] = {}
-    for name, leaf in named.items():
-        where = f"batch.{name}" if name else "batch"
-        if not isinstance(leaf, torch.Tensor):
-            hint = f"; convert it with dict({where})" if isinstance(leaf, Mapping) else ""
-            raise TypeError(f"{where}: {type(leaf).__name__}, expected a torch.Tensor{hint}")
-        if leaf.device != device:
-            raise ValueError(f"{where} is on {leaf.device}, the state on {device}: move the batch there")
-        if leaf.dim():
-            rows.setdefault(leaf.shape[0], where)
-    if len(rows) > 1:
-        (first, one), (second, other) = list(rows.items())[:2]
-        raise ValueError(f"{one} has {first} rows and {other} has {second}: dim 0 of each leaf is the batch's rows")
-    if not rows or 0 in rows:
-        raise ValueError("batch: no rows in it (dim 0 of each leaf is the batch's rows)")
-
-
-def _scalar(name: str, value: Any, loss: torch.Tensor) -> torch.Tensor:
-    if not isinstance(value, int | float | torch.Tensor) or (isinstance(value, torch.Tensor) and value.dim() != 0):
-        what = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"type {type(value).__name__}"
-        raise TypeError(f"loss_fn returned aux[{name!r}] of {what}, expected a scalar")
-    return torch.as_tensor(value, device=loss.device).to(loss.dtype)
-
-
-def _call(loss_fn: LossFn, params: Tree, batch: Tree, key: torch.Tensor | None, buffers: Tree) -> Any:
-    """``loss_fn`` with what its signature asks for: the key as a third argument or by name, the buffers by name."""
-    try:
-        parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):
-        return loss_fn(params, batch, key)
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    keywords = {"buffers": buffers} if "buffers" in names else {}
-    third = next((p for p in parameters if positional[2:] and p.name == positional[2]), None)
-    if "key" in names or any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return loss_fn(params, batch, key=key, **keywords)
-    if third is not None and third.name != "buffers" and third.default is third.empty:
-        return loss_fn(params, batch, key, **keywords)
-    return loss_fn(params, batch, **keywords)
-
-
-def _new_buffers(new: Tree, old: Tree) -> Tree:
-    """The buffers that a loss hands back; raises ValueError, naming the leaf, where they are not the state's."""
-    if new is old:
-        return old
-    given, expected = tree.named_leaves(new), tree.named_leaves(old)
-    for name in given.keys() | expected.keys():
-        if name not in given or name not in expected:
-            what = "is missing" if name not in given else "is not among the state's"
-            raise ValueError(f"loss_fn returned aux['buffers']: {name} {what}")
-        if (given[name].shape, given[name].dtype) != (expected[name].shape, expected[name].dtype):
-            raise ValueError(
-                f"loss_fn returned aux['buffers']: {name} is {given[name].dtype}{list(given[name].shape)}, expected "
-                f"{expected[name].dtype}{list(expected[name].shape)}"
-            )
-    return new
 
 
 def _check_opt_state(recipe: Recipe, state: TrainState, error: Exception) -> None:
@@ -417,9 +315,3 @@ def _scaled(grad: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> tor
     """The product in float32 at least, so that a factor beyond the range of half precision is none."""
     wide = torch.promote_types(dtype, torch.float32)
     return (grad.to(wide) * factor.to(wide)).to(dtype)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

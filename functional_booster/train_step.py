@@ -17,6 +17,7 @@ from functional_booster.sharding.rows import microbatches, split_rows
 
 from .donation import consume, consumed_by, refuse_consumed
 from .jit import Jitted, jit
+from .loss_call import check_batch
 from .lowered import Lowered
 from .state import TrainState, on_ranks
 
@@ -36,7 +37,8 @@ class TrainStep:
     def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
         with guarded("train step", state, 1):
             if isinstance(state, TrainState) and placement.is_provisional(state):
-                return placement.measured(lambda state: self._run(state, batch), state)
+                once = build(self.recipe, False, self.donate)  # the layout changes: not worth compiling for
+                return placement.measured(lambda state: once._run(state, batch), state)
             return self._run(state, batch)
 
     def _run(self, state: TrainState, batch: Tree) -> tuple[TrainState, step.Metrics]:
@@ -175,4 +177,4 @@ def guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContext
 def check(state: TrainState, batch: Tree) -> None:
     if not isinstance(state, TrainState):
         raise TypeError(f"state: {type(state).__name__}, expected a TrainState (booster.init makes one)")
-    step.check_batch(batch, state.step.device)
+    check_batch(batch, state.step.device)

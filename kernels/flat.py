@@ -70,6 +70,11 @@ class Layout:
         """The mesh axes that split each bucket; none for those that every rank holds whole."""
         return {**dict.fromkeys(self.buckets, ()), **dict(self.split)}
 
+    @cached_property
+    def kept_names(self) -> frozenset[str]:
+        """The names of the leaves in kept buckets."""
+        return frozenset(slot.name for bucket in self.kept for slot in self.buckets[bucket])
+
     def size(self, bucket: str) -> int:
         """Elements of a whole bucket, padding included."""
         last = self.buckets[bucket][-1]

@@ -1,6 +1,6 @@
 """Precision: dtype policies, loss scaling, and the mixtures that have names."""
 
-from .loss_scaling import ConstantScaling, DynamicScaling, LossScale, Scaling, scale_gradient
+from .loss_scaling import ConstantScaling, DynamicScaling, LossScale, Scaling, resumed, scale_gradient
 from .mixed_precision import (
     NAMES,
     BF16MixedPrecision,
@@ -13,7 +13,8 @@ from .mixed_precision import (
     compressed,
     precision_of,
 )
-from .policy import Policy, autocasting, cast, cast_arguments
+from .numbers import check_number
+from .policy import Policy, autocasting, cast, cast_arguments, is_float
 from .stochastic_rounding import stochastic_round
 
 __all__ = [
@@ -33,8 +34,11 @@ __all__ = [
     "autocasting",
     "cast",
     "cast_arguments",
+    "check_number",
     "compressed",
+    "is_float",
     "precision_of",
+    "resumed",
     "scale_gradient",
     "stochastic_round",
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ import torch.nn.functional as F
 import torch.utils._pytree as torch_pytree
 
 from functional_booster.kernels import fp8, tree
+
+from . import patterns
 
 Tree = tree.Tree
 Scaling = fp8.Scaling
@@ -44,7 +45,7 @@ class Fp8Weight:
         handler = _HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(*args, **(kwargs or {}))
         if result is NotImplemented:
-            args, kwargs = torch_pytree.tree_map(plain, (args, kwargs or {}), is_leaf=_is_weight)
+            args, kwargs = torch_pytree.tree_map(plain, (args, kwargs or {}), is_leaf=is_weight)
             return func(*args, **kwargs)
         return result
 
@@ -76,23 +77,20 @@ tree.register(Fp8Weight, children=("value",), static=("scaling",))
 def mark(params: Tree, exclude: Collection[str] = EXCLUDED, scaling: fp8.Scaling = "tensor") -> Tree:
     """The tree with every floating-point matrix (2-d leaf) as an Fp8Weight, but for those whose name is excluded.
 
-    A pattern excludes the leaves that bear, anywhere in their dotted name, entries that its own match one by one
-    (shell patterns): ``lm_head``, ``h.0``, ``layers.*.mlp``. Patterns take the place of ``EXCLUDED``; to add some:
+    Patterns are those of ``precision.patterns`` and take the place of ``EXCLUDED``; to add some:
     ``(*EXCLUDED, "h.0")``. Raises TypeError for a string in place of several, ValueError for a pattern, outside of
     ``EXCLUDED``, that matches no leaf, and for an unknown scaling.
     """
-    if isinstance(exclude, str):
-        raise TypeError(f"exclude: {exclude!r}, expected several patterns, such as ({exclude!r},)")
     fp8.require_scaling(scaling)
-    names = tree.names(params, is_leaf=_is_weight)
-    if idle := [p for p in exclude if p not in EXCLUDED and not any(_matches(name, p) for name in names)]:
-        raise ValueError(f"exclude: {', '.join(map(repr, idle))} match no leaf of the tree")
+    given = patterns.checked("exclude", exclude)
+    names = tree.names(params, is_leaf=is_weight)
+    patterns.require_matches("exclude", [pattern for pattern in given if pattern not in EXCLUDED], names)
 
     def marked(name: str, leaf: Any) -> Any:
         is_matrix = isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and leaf.is_floating_point()
-        return leaf if not is_matrix or any(_matches(name, p) for p in exclude) else Fp8Weight(leaf, scaling)
+        return Fp8Weight(leaf, scaling) if is_matrix and not patterns.matches(name, given) else leaf
 
-    return tree.map_with_name(marked, params, is_leaf=_is_weight)
+    return tree.map_with_name(marked, params, is_leaf=is_weight)
 
 
 def plain(value: Any) -> Any:
@@ -100,34 +98,29 @@ def plain(value: Any) -> Any:
     return value.value if isinstance(value, Fp8Weight) else value
 
 
-def _is_weight(value: Any) -> bool:
+def is_weight(value: Any) -> bool:
+    """Whether this is an Fp8Weight."""
     return isinstance(value, Fp8Weight)
 
 
-def _matches(name: str, pattern: str) -> bool:
-    path, entries = name.split("."), pattern.split(".")
-    starts = range(len(path) - len(entries) + 1)
-    return any(all(map(fnmatchcase, path[start:], entries)) for start in starts)
-
-
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
-    if not _is_weight(weight):
+    if not is_weight(weight):
         return NotImplemented
     return fp8.linear(plain(input), weight.value, plain(bias), scaling=weight.scaling)
 
 
 def _matmul(input: Any, other: Any) -> Any:
-    return _linear(input, other.t()) if _is_weight(other) else NotImplemented
+    return _linear(input, other.t()) if is_weight(other) else NotImplemented
 
 
 def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
     """The (in, out) layer with a bias that is one row; beta and alpha other than 1 are no layer."""
-    is_layer = _is_weight(mat2) and input.dim() == 1 and (beta, alpha) == (1, 1) and len(input) == mat2.shape[1]
+    is_layer = is_weight(mat2) and input.dim() == 1 and (beta, alpha) == (1, 1) and len(input) == mat2.shape[1]
     return _linear(mat1, mat2.t(), input) if is_layer else NotImplemented
 
 
 def _cat(tensors: Any, dim: int = 0) -> Any:
-    if not all(map(_is_weight, tensors)) or dim not in (0, -2) or len({weight.scaling for weight in tensors}) > 1:
+    if not all(map(is_weight, tensors)) or dim not in (0, -2) or len({weight.scaling for weight in tensors}) > 1:
         return NotImplemented
     return Fp8Weight(torch.cat([weight.value for weight in tensors]), tensors[0].scaling)
 

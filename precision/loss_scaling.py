@@ -14,6 +14,10 @@ import torch
 
 from functional_booster.kernels import tree
 
+from .numbers import check_number
+
+FLOAT32 = (2.0**-126, torch.finfo(torch.float32).max)  # what a factor may be
+
 
 @dataclass(frozen=True)
 class LossScale:
@@ -35,7 +39,7 @@ class ConstantScaling:
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        _check("scale", self.scale, math.ulp(0.0))
+        check_number("scale", self.scale, *FLOAT32)
 
     def init(self, device: torch.device | str | None = None) -> LossScale:
         """The scale to begin with."""
@@ -65,16 +69,16 @@ class DynamicScaling:
 
     def __post_init__(self) -> None:
         for name in ("initial_scale", "min_scale", "max_scale"):
-            _check(name, getattr(self, name), math.ulp(0.0))
+            check_number(name, getattr(self, name), *FLOAT32)
         if not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 f"initial_scale: {self.initial_scale}, expected one from min_scale={self.min_scale} to "
                 f"max_scale={self.max_scale}"
             )
-        _check("growth_factor", self.growth_factor, 1.0)
-        _check("backoff_factor", self.backoff_factor, math.ulp(0.0), 1.0)
+        check_number("growth_factor", self.growth_factor, 1.0)
+        check_number("backoff_factor", self.backoff_factor, math.ulp(0.0), 1.0)
         for name in ("growth_interval", "hysteresis"):
-            _check(name, getattr(self, name), 1)
+            check_number(name, getattr(self, name), 1)
             if not isinstance(getattr(self, name), int):
                 raise TypeError(f"{name}: {getattr(self, name)!r}, expected a whole number")
 
@@ -100,6 +104,15 @@ class DynamicScaling:
 Scaling = DynamicScaling | ConstantScaling
 
 
+def resumed(scaling: Scaling | None, saved: LossScale) -> LossScale:
+    """The scale to go on with after a load: the saved one, unless either run has none of its own."""
+    fresh = (scaling or ConstantScaling()).init(saved.factor.device)
+    if not isinstance(scaling, DynamicScaling):
+        return fresh
+    unscaled = (saved.factor == 1) & (saved.good == 0) & (saved.overflows == 0)  # what a run without a scale has
+    return tree.map(lambda new, old: torch.where(unscaled, new, old), fresh, saved)
+
+
 def scale_gradient(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """``x``, whose cotangents are multiplied by ``factor`` (0-d), in their own dtype."""
     return _ScaleGradient.apply(x, factor)
@@ -121,7 +134,8 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
         (factor,) = ctx.saved_tensors
-        return cotangent * factor.to(cotangent.dtype), None
+        wide = torch.promote_types(cotangent.dtype, factor.dtype)
+        return (cotangent.to(wide) * factor.to(wide)).to(cotangent.dtype), None
 
 
 def _new(scale: float, device: torch.device | str | None) -> LossScale:
@@ -129,11 +143,3 @@ def _new(scale: float, device: torch.device | str | None) -> LossScale:
         return torch.zeros((), dtype=torch.int32, device=device)
 
     return LossScale(torch.full((), float(scale), dtype=torch.float32, device=device), counter(), counter())
-
-
-def _check(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: {value!r}, expected a number")
-    if not (math.isfinite(value) and least <= value <= most):
-        bounds = "a finite number, at least" if most == math.inf else f"a number up to {most:g}, at least"
-        raise ValueError(f"{name}: {value!r}, expected {bounds} {least:g}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 
@@ -9,8 +10,9 @@ import torch
 
 from functional_booster.kernels import tree
 
-from . import fp8
-from .loss_scaling import ConstantScaling, DynamicScaling, Scaling
+from . import fp8, patterns
+from .loss_scaling import FLOAT32, ConstantScaling, DynamicScaling, Scaling
+from .numbers import check_number
 from .policy import Policy
 
 Tree = tree.Tree
@@ -25,26 +27,29 @@ class Fp8:
 
     def __post_init__(self) -> None:
         fp8.require_scaling(self.scaling)
-        if isinstance(self.exclude, str) or not all(isinstance(pattern, str) for pattern in self.exclude):
-            raise TypeError(f"exclude: {self.exclude!r}, expected a tuple of patterns of leaf names")
-        object.__setattr__(self, "exclude", tuple(self.exclude))
+        object.__setattr__(self, "exclude", patterns.checked("exclude", self.exclude))
 
-    def mark(self, params: Tree) -> Tree:
-        """The tree with these weights as Fp8Weight."""
-        return fp8.mark(params, self.exclude, self.scaling)
+    def mark(self, params: Tree, kept: Collection[str] = ()) -> Tree:
+        """The tree with these weights as Fp8Weight, but for those with a name in ``kept``."""
+        marked = fp8.mark(params, self.exclude, self.scaling)
+        if not kept:
+            return marked
+        return tree.map_with_name(
+            lambda name, leaf: fp8.plain(leaf) if name in kept else leaf, marked, is_leaf=fp8.is_weight
+        )
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
     """How a training step computes.
 
-    ``policy``: the dtypes; ``scaling``: the loss's (None: none); ``fp8``: which weights are
-    multiplied in fp8 (None: none); ``autocast``: each op in the dtype that
-    ``torch.autocast`` chooses for it, between this one and float32; ``keep``: names of leaves (shell patterns, as
-    ``"h.*.norm"``) that are stored and computed with as they are; ``keep_batch_norm``: so are batch norms' parameters;
-    ``stochastic_rounding``: parameters stored in half precision are rounded up or down by chance, so that small updates
-    count on average (Gupta et al. 2015); ``cast_inputs``: floating-point inputs of functionalized modules come in the
-    compute dtype.
+    ``policy``: the dtypes; ``scaling``: the loss's (None: none); ``fp8``: which weights are multiplied in fp8 (None:
+    none); ``autocast``: each op in the dtype that ``torch.autocast`` chooses for it, between this one and float32;
+    ``keep``: patterns of names of leaves (``precision.patterns``) that are stored and computed with as they are;
+    ``keep_batch_norm``: so are batch norms' parameters; ``stochastic_rounding``: parameters stored in bfloat16 are
+    rounded up or down by chance, so that small updates count on average (Gupta et al. 2015); ``cast_inputs``:
+    floating-point inputs of functionalized modules come in the compute dtype. Raises TypeError or ValueError for what
+    does not fit.
     """
 
     policy: Policy = field(default_factory=Policy)
@@ -62,9 +67,13 @@ class MixedPrecision:
             if not isinstance(getattr(self, name), kind):
                 wanted = str(kind).replace("functional_booster.precision.", "")
                 raise TypeError(f"MixedPrecision: {name} is {getattr(self, name)!r}, expected {wanted}")
-        if isinstance(self.keep, str) or not all(isinstance(pattern, str) for pattern in self.keep):
-            raise TypeError(f"MixedPrecision: keep is {self.keep!r}, expected a tuple of patterns of leaf names")
-        object.__setattr__(self, "keep", tuple(self.keep))
+        object.__setattr__(self, "keep", patterns.checked("keep", self.keep))
+        if self.autocast not in (None, torch.float16, torch.bfloat16):
+            raise ValueError(f"autocast: {self.autocast}, expected torch.float16, torch.bfloat16 or None")
+        if self.autocast is not None and self.policy.compute not in (None, torch.float32):
+            raise ValueError(
+                f"autocast: {self.autocast}, but the policy computes in {self.policy.compute}: with autocast it is None"
+            )
         if self.stochastic_rounding and self.policy.param != torch.bfloat16:
             raise ValueError(
                 f"MixedPrecision: stochastic_rounding is for parameters stored in bfloat16, here {self.policy.param}: "
@@ -83,9 +92,9 @@ def FP16TorchMixedPrecision(
 ) -> MixedPrecision:
     """ "fp16": computed in float16 from float32 parameters, gradients summed in float32, the loss scaled as torch's
     ``GradScaler`` does it. Norms, softmax and losses have float32 inside."""
-    scaling = DynamicScaling(
-        init_scale, growth_factor, backoff_factor, growth_interval, 2.0**-24, max(2.0**64, init_scale), hysteresis=1
-    )
+    check_number("init_scale", init_scale, *FLOAT32)
+    least, most = min(2.0**-24, init_scale), max(2.0**64, init_scale)
+    scaling = DynamicScaling(init_scale, growth_factor, backoff_factor, growth_interval, least, most, hysteresis=1)
     return MixedPrecision(replace(_WIDE, compute=torch.float16), scaling)
 
 
@@ -127,8 +136,9 @@ def FP16ApexMixedPrecision(
         "O2": MixedPrecision(replace(_WIDE, compute=torch.float16), keep_batch_norm=True),
         "O3": MixedPrecision(Policy(torch.float16, torch.float16)),
     }
-    if opt_level not in levels:
+    if not isinstance(opt_level, str) or opt_level not in levels:
         raise ValueError(f"opt_level: {opt_level!r}, expected one of {', '.join(map(repr, levels))}")
+    require_flags(keep_batchnorm_fp32=keep_batchnorm_fp32, master_weights=master_weights)
     if opt_level in ("O0", "O1") and (keep_batchnorm_fp32, master_weights) != (None, None):
         raise ValueError(
             f"keep_batchnorm_fp32={keep_batchnorm_fp32}, master_weights={master_weights}: {opt_level} has a float32 "
@@ -142,11 +152,17 @@ def FP16ApexMixedPrecision(
     scale = ("dynamic" if opt_level in ("O1", "O2") else 1.0) if loss_scale is None else loss_scale
     scaling: Scaling | None
     if scale == "dynamic":
-        least = 2.0**-24 if min_loss_scale is None else min_loss_scale
-        scaling = DynamicScaling(2.0**16, 2.0, 0.5, 2000, least, max_loss_scale, hysteresis=1)
+        check_number("max_loss_scale", max_loss_scale, *FLOAT32)
+        least = min(2.0**-24, max_loss_scale) if min_loss_scale is None else min_loss_scale
+        check_number("min_loss_scale", least, FLOAT32[0], max_loss_scale)
+        first = min(max(2.0**16, least), max_loss_scale)
+        scaling = DynamicScaling(first, 2.0, 0.5, 2000, least, max_loss_scale, hysteresis=1)
     elif isinstance(scale, str):
         raise ValueError(f"loss_scale: {scale!r}, expected 'dynamic' or a number")
+    elif min_loss_scale is not None:
+        raise ValueError(f"min_loss_scale: {min_loss_scale}, which a loss_scale of {scale!r} does not have")
     else:
+        check_number("loss_scale", scale, *FLOAT32)
         scaling = None if opt_level == "O0" and scale == 1.0 else ConstantScaling(scale)
     return replace(chosen, policy=policy, keep_batch_norm=kept, scaling=scaling)
 
@@ -156,6 +172,7 @@ def BF16MixedPrecision(master_weights: bool = True, stochastic_rounding: bool = 
 
     ``master_weights=False`` stores the parameters in bfloat16, 2 bytes each; ``stochastic_rounding`` is for these.
     """
+    require_flags(master_weights=master_weights, stochastic_rounding=stochastic_rounding)
     policy = replace(_WIDE, param=torch.float32 if master_weights else torch.bfloat16, compute=torch.bfloat16)
     return MixedPrecision(policy, stochastic_rounding=stochastic_rounding)
 
@@ -168,9 +185,17 @@ def FP8MixedPrecision(
     ``scaling``: a scale for each tensor, or each row. ``exclude``: patterns of the names of weights that stay in
     bfloat16, as for ``precision.fp8.mark``. ``communication``: parameters and gradients travel in float8, too.
     """
+    require_flags(communication=communication)
     bf16 = BF16MixedPrecision()
     policy = compressed(bf16.policy) if communication else bf16.policy
     return replace(bf16, policy=policy, fp8=Fp8(scaling, exclude))
+
+
+def require_flags(**flags: object) -> None:
+    """Require bools, or None; raises TypeError, naming the argument."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool | None):
+            raise TypeError(f"{name}: {flag!r}, expected True or False")
 
 
 def compressed(policy: Policy) -> Policy:
@@ -201,7 +226,9 @@ def precision_of(precision: str | Policy | MixedPrecision | None, argument: str 
     if isinstance(precision, Policy):
         return MixedPrecision(precision)
     if not isinstance(precision, str):
-        raise TypeError(f"{argument}: {type(precision).__name__}, expected a name, a MixedPrecision, a Policy or None")
+        hint = f": call it, {precision.__name__}()" if isinstance(precision, types.FunctionType) else ""
+        given = type(precision).__name__
+        raise TypeError(f"{argument}: {given}, expected a name, a MixedPrecision, a Policy or None{hint}")
     if precision not in _NAMED:
         raise ValueError(
             f"{argument}: {precision!r} is not known, expected one of {', '.join(map(repr, _NAMED))} or None"

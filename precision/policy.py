@@ -52,14 +52,14 @@ def cast(values: Tree, dtype: torch.dtype | None) -> Tree:
     """The tree with its floating-point tensors in ``dtype``; other leaves, and everything for None, as they are."""
     if dtype is None:
         return values
-    return tree.map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, values)
+    return tree.map(lambda leaf: leaf.to(dtype) if is_float(leaf) else leaf, values)
 
 
 def cast_arguments(values: Any, dtype: torch.dtype | None) -> Any:
     """``cast`` for what a module takes and returns: any structure that torch's own pytrees know."""
     if dtype is None:
         return values
-    return torch_pytree.tree_map(lambda leaf: leaf.to(dtype) if _is_float(leaf) else leaf, values)
+    return torch_pytree.tree_map(lambda leaf: leaf.to(dtype) if is_float(leaf) else leaf, values)
 
 
 def autocasting(dtype: torch.dtype | None, device_type: str) -> contextlib.AbstractContextManager[Any]:
@@ -69,5 +69,6 @@ def autocasting(dtype: torch.dtype | None, device_type: str) -> contextlib.Abstr
     return torch.autocast(device_type, dtype, cache_enabled=False)
 
 
-def _is_float(leaf: object) -> bool:
+def is_float(leaf: object) -> bool:
+    """Whether this is a floating-point tensor."""
     return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()

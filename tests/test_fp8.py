@@ -517,7 +517,7 @@ def test_mark() -> None:
     nested = mark({"h": [{"w": torch.ones(2, 2)}, {"w": torch.ones(2, 2)}]}, ["h.1"], "row")
     assert isinstance(nested["h"][0]["w"], Fp8Weight) and nested["h"][0]["w"].scaling == "row"
     assert isinstance(nested["h"][1]["w"], torch.Tensor)
-    with pytest.raises(ValueError, match=r"exclude: 'h\.7', 'q\.h' match no leaf"):
+    with pytest.raises(ValueError, match=r"exclude: 'h\.7', 'q\.h' matches no name"):
         mark(params, ["h.7", "h.0", "q.h"])
     with pytest.raises(TypeError, match="exclude: 'wte'"):
         mark(params, "wte")

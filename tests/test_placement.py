@@ -54,7 +54,7 @@ def test_what_is_placed_trains_on_as_if_it_had_always_been_there(fraction: float
     kwargs = {"max_norm": problem.max_norm, "jit": False}
     step, other = (each.train_step(problem.loss_fn, problem.tx, **kwargs) for each in (chosen, still))
     state, _ = step(state, problem.batch)
-    held = sum(leaf.nbytes for leaf in fb.tree.leaves((state.storage, state.opt_state)) if leaf.dim() > 1)
+    held = sum(leaf.nbytes for leaf in fb.tree.leaves(state.opt_state) if leaf.dim() > 1)
     state = placement.settled(state, peak=1000, capacity=1000 + int(fraction * held))
     host = state.storage.layout.host
     assert not state.storage.layout.provisional and (len(host) > 0) == (fraction < 1)

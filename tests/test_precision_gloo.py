@@ -16,9 +16,9 @@ pytestmark = pytest.mark.xdist_group("ranks")  # one set of processes
 
 PLUGINS = {
     "ddp": fb.TorchDDPPlugin(fp8_communication=True),
-    "zero2": fb.LowLevelZeroPlugin(stage=2, initial_scale=2.0**8, hysteresis=1),
+    "zero2": fb.LowLevelZeroPlugin(stage=2),
     "fsdp": fb.TorchFSDPPlugin(fp8_communication=True),
-    "gemini": fb.GeminiPlugin(initial_scale=2.0**8, hysteresis=1, use_fp8=True),
+    "gemini": fb.GeminiPlugin(use_fp8=True),
 }
 SIZES: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
 
@@ -36,9 +36,10 @@ def trained(booster: fb.Booster, share: tuple[int, int]) -> list[dict[str, float
 
 
 def on_a_process(name: str, precision: str) -> Any:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    real = trained(fb.Booster("cpu", precision, PLUGINS[name]), (rank, ranks))
-    virtual = trained(fb.Booster("cpu", precision, PLUGINS[name], fb.virtual_mesh(ranks)), (0, 1))
+    rank, ranks, own = dist.get_rank(), dist.get_world_size(), precision_of(precision)
+    chosen = fb.MixedPrecision(own.policy, own.scaling and fb.DynamicScaling(2.0**8), own.fp8)
+    real = trained(fb.Booster("cpu", chosen, PLUGINS[name]), (rank, ranks))
+    virtual = trained(fb.Booster("cpu", chosen, PLUGINS[name], fb.virtual_mesh(ranks)), (0, 1))
     return real, virtual
 
 
@@ -84,3 +85,39 @@ def overflowing(name: str) -> list[Any]:
 def test_an_overflow_of_one_rank_is_one_of_all(name: str) -> None:
     expected = [(0.0, 256.0, 1, False), (1.0, 512.0, 1, True), (1.0, 256.0, 1, True), (0.0, 128.0, 2, False)]
     assert run_on_ranks(2, overflowing, name) == [expected] * 2
+
+
+def imperative(name: str, precision: str) -> list[Any]:
+    """(loss, norm, skipped, scale) of each step of a loop, with infinities in the rows of the last rank at some."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    own = precision_of(precision)
+    scaling = own.scaling and fb.DynamicScaling(2.0**8, growth_interval=1, hysteresis=1)
+    booster = fb.Booster("cpu", fb.MixedPrecision(own.policy, scaling, keep=("0.bias",)), PLUGINS[name])
+    model, optimizer, *_ = booster.boost(module, torch.optim.SGD(module.parameters(), 0.1))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)).chunk(dist.get_world_size())[dist.get_rank()]
+    found = []
+    for finite in (True, False, True):
+        inputs = x.clone()
+        if not finite and dist.get_rank() == dist.get_world_size() - 1:
+            inputs[0] = float("inf")
+        loss = torch.nn.functional.mse_loss(model(inputs), x.sum(1, keepdim=True))
+        booster.backward(loss, optimizer)
+        norm = optimizer.get_grad_norm().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((norm if finite else 0.0, int(optimizer.skipped), optimizer.loss_scale.item()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp"])
+def test_the_imperative_loop(name: str) -> None:
+    """A scaled loop, and one in bfloat16, is that in float32 to rounding; an overflow of one rank is one of all."""
+    plain = run_on_ranks(2, imperative, name, "fp32")[0]
+    for precision, scales in {"fp16": [512.0, 256.0, 512.0], "bf16": [1.0] * 3}.items():
+        first, second = run_on_ranks(2, imperative, name, precision)
+        assert first == second
+        assert [scale for *_, scale in first] == scales
+        assert [skipped for _, skipped, _ in first] == [0, 1, 0]
+        norms = [norm for norm, *_ in first]
+        assert norms == pytest.approx([norm for norm, *_ in plain], rel=0.03)

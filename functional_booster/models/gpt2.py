@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from functional_booster.kernels import random
 from functional_booster.sharding.collectives import enter
@@ -123,8 +122,8 @@ def _hidden(
     key = layers.dropout_key(key, train, config.embd_pdrop, config.attn_pdrop, config.resid_pdrop)
     embedding_key, blocks_key = (None, None) if key is None else random.split(key, 2).unbind()
     places = params["wpe"]["weight"]
-    placed = places[: input_ids.shape[1]] if position_ids is None else F.embedding(position_ids, places)
-    x = F.embedding(input_ids, params["wte"]["weight"]) + placed
+    placed = layers.looked_up(places, slice(input_ids.shape[1]) if position_ids is None else position_ids)
+    x = layers.looked_up(params["wte"]["weight"], input_ids) + placed
     x = layers.dropout(x, config.embd_pdrop, embedding_key)
     mask = None if attention_mask is None else layers.padding_mask(attention_mask, x.dtype)
     block = region(functools.partial(_block, config))

@@ -60,20 +60,35 @@ def norm(width: int, bias: bool) -> Params:
 
 def linear(params: Params, x: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out). Over "tp" with column-parallel weights: invariant or varying -> varying."""
-    return F.linear(x, params["weight"], params.get("bias"))
+    return product(x, params["weight"], params.get("bias"))
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``F.linear`` in x's dtype; in the wider of both where the weight is kept in another one."""
+    if weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype):
+        return F.linear(x, weight, bias)
+    wide = torch.promote_types(x.dtype, weight.dtype)
+    out = F.linear(x.to(wide), weight if weight.dtype == wide else weight.to(wide))
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+def looked_up(table: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    """Rows of a table (V, D), in the dtype that the step computes in, whatever the table is kept in."""
+    found = table[rows] if isinstance(rows, slice) else F.embedding(rows, table)
+    return found.to(current().compute or found.dtype)
 
 
 def linear_and_leave(params: Params, x: torch.Tensor) -> torch.Tensor:
     """(..., in) -> (..., out) with row-parallel weights: varying -> invariant over "tp". The bias is added once."""
-    out = leave(F.linear(x, params["weight"]), "tp")
-    return out + params["bias"] if "bias" in params else out
+    out = leave(product(x, params["weight"]), "tp")
+    return (out + params["bias"]).to(out.dtype) if "bias" in params else out
 
 
 def heads(layers: Sequence[Params], x: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
     """Project x (B, T, D) by several layers, as one matrix product, and split: a (B, H, T, d) for each of them."""
     weights = [layer["weight"] for layer in layers]
     bias = torch.cat([layer["bias"] for layer in layers]) if "bias" in layers[0] else None
-    joined = F.linear(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
+    joined = product(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
     return [part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in joined]
 
 

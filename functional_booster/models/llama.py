@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from functional_booster.kernels import random
 from functional_booster.sharding.collectives import enter
@@ -183,7 +182,7 @@ def _hidden(
     limit = ("max_position_embeddings", config.max_position_embeddings)
     layers.check_tokens(input_ids, limit, attention_mask, position_ids)
     key = layers.dropout_key(key, train, config.attention_dropout)
-    x = F.embedding(input_ids, params["embed_tokens"]["weight"])
+    x = layers.looked_up(params["embed_tokens"]["weight"], input_ids)
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     frequencies = _frequencies(config.rope_parameters, config.head_dim, input_ids.device)  # type: ignore[arg-type]

@@ -41,8 +41,8 @@ def scale_by_adam(
     check_scalar("eps_root", eps_root)
 
     def init(params: Tree) -> ScaleByAdamState:
-        def zeros() -> Tree:
-            return tree.map(torch.zeros_like, params)
+        def zeros() -> Tree:  # in bfloat16, whose spacing is above 1 - b2, a second moment would stand still
+            return tree.map(lambda p: torch.zeros_like(p, dtype=compute_dtype(p)), params)
 
         mu = tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params)
         return ScaleByAdamState(zero_count(params), mu, zeros(), zeros() if amsgrad else None)

@@ -10,8 +10,18 @@ from typing import Any
 
 import torch
 
-from functional_booster.precision import DynamicScaling, Fp8, MixedPrecision, Policy, compressed, precision_of
+from functional_booster.precision import (
+    DynamicScaling,
+    Fp8,
+    MixedPrecision,
+    Policy,
+    check_number,
+    compressed,
+    precision_of,
+)
 from functional_booster.sharding.mesh import Mesh
+
+_SCALING = tuple(field.name for field in dataclasses.fields(DynamicScaling))
 
 
 def ignore(plugin: Any, *names: str) -> None:
@@ -49,13 +59,13 @@ def shown(plugin: Any) -> str:
 def check_size(plugin: Any, *names: str) -> None:
     """Require finite numbers from 0 on; raises TypeError or ValueError."""
     for name in names:
-        _check_number(name, getattr(plugin, name), 0.0, math.inf)
+        check_number(name, getattr(plugin, name), 0.0, math.inf)
 
 
 def check_fraction(plugin: Any, *names: str) -> None:
     """Require numbers from 0 to 1; raises TypeError or ValueError."""
     for name in names:
-        _check_number(name, getattr(plugin, name), 0.0, 1.0)
+        check_number(name, getattr(plugin, name), 0.0, 1.0)
 
 
 def check_flag(plugin: Any, *names: str) -> None:
@@ -89,8 +99,8 @@ def check_hashable(plugin: Any, *names: str) -> None:
 
 def check_dtype(argument: str, dtype: Any) -> None:
     """Require None or a floating-point dtype; raises TypeError."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"{argument}: {dtype!r}, expected a floating-point torch.dtype or None")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1):
+        raise TypeError(f"{argument}: {dtype!r}, expected a floating-point torch.dtype of 16 bits or more, or None")
 
 
 def precision_under(plugin: Any, mixed_precision: str | Policy | MixedPrecision | None) -> MixedPrecision:
@@ -120,8 +130,14 @@ def precision_under(plugin: Any, mixed_precision: str | Policy | MixedPrecision 
     if getattr(plugin, "force_outputs_fp32", False):
         policy = replace(policy, output=torch.float32)
     scaling = chosen.scaling
-    if isinstance(given, str) and isinstance(scaling, DynamicScaling) and hasattr(plugin, "initial_scale"):
-        scaling = _scaling(plugin)
+    if hasattr(plugin, "initial_scale"):
+        own_scaling = [name for name in _SCALING if getattr(plugin, name) != _default(plugin, name)]
+        if isinstance(given, str) and isinstance(scaling, DynamicScaling):
+            scaling = _scaling(plugin)
+        elif own_scaling and scaling is not None:
+            raise ValueError(f"{', '.join(own_scaling)}: given beside a precision that has its own: {scaling}")
+        elif own_scaling:
+            warnings.warn(f"{', '.join(own_scaling)}: without effect, since {given!r} does not scale", stacklevel=4)
     cast_inputs = chosen.cast_inputs and getattr(plugin, "cast_inputs", True)
     fp8 = Fp8() if chosen.fp8 is None and getattr(plugin, "use_fp8", False) else chosen.fp8
     return replace(chosen, policy=policy, scaling=scaling, fp8=fp8, cast_inputs=cast_inputs)
@@ -129,8 +145,7 @@ def precision_under(plugin: Any, mixed_precision: str | Policy | MixedPrecision 
 
 def _scaling(plugin: Any) -> DynamicScaling:
     """The loss scaling of a plugin that has its arguments; raises TypeError or ValueError for the wrong ones."""
-    names = (field.name for field in dataclasses.fields(DynamicScaling))
-    return DynamicScaling(**{name: getattr(plugin, name) for name in names})
+    return DynamicScaling(**{name: getattr(plugin, name) for name in _SCALING})
 
 
 def max_norm_under(plugin: Any, max_norm: float | None) -> float | None:
@@ -142,14 +157,6 @@ def max_norm_under(plugin: Any, max_norm: float | None) -> float | None:
     if own is not None and max_norm is not None and own != max_norm:
         raise ValueError(f"max_norm: {max_norm!r}, but the plugin's is {own!r}: give one of them")
     return own if max_norm is None else max_norm
-
-
-def _check_number(name: str, value: Any, least: float, most: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: {value!r}, expected a number")
-    if not (math.isfinite(value) and least <= value <= most):
-        bounds = "a finite number, at least" if most == math.inf else f"a number up to {most:g}, at least"
-        raise ValueError(f"{name}: {value!r}, expected {bounds} {least:g}")
 
 
 def _default(plugin: Any, name: str) -> Any:

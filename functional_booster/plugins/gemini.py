@@ -34,7 +34,7 @@ class GeminiPlugin:
     memory; ``offload_param_frac`` above 0 asks for 1 in both others, and is then fulfilled by that. "auto": all chunks
     are gathered where they are used, and begin in the host's memory; the first step on a GPU measures how much of it
     everything else takes, and from the second step on as many of the last chunks as ``steady_cuda_cap_ratio`` of the
-    GPU's memory leaves room for stay there. On the CPU "auto" is "static".
+    GPU's memory leaves room for stay there; an imperative loop refuses it. On the CPU "auto" is "static".
 
     ``precision`` ("fp16" where neither it nor the Booster's is given), ``max_norm``, ``master_weights``, ``use_fp8``,
     ``fp8_communication`` and the arguments of loss scaling: as LowLevelZero's. Arguments that change no result are
