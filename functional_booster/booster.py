@@ -12,15 +12,17 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functional_booster import checkpoint, imperative, optim, step, watchdog
+from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, loss_call, optim, step, watchdog
 from functional_booster.kernels import flat, graph, random, transforms, tree
-from functional_booster.precision import ConstantScaling, MixedPrecision, Policy, cast
-from functional_booster.sharding import environment, shards, units
+from functional_booster.precision import ConstantScaling, MixedPrecision, Policy, cast, patterns, resumed
+from functional_booster.sharding import environment, shards
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, own, spmd
 from functional_booster.sharding.rows import split_rows
 
+from .hf_reading import Report
 from .jit import jit
+from .loss_call import LossFn
 from .models.model import Model
 from .plugins import Plan, Plugin, max_norm_under, plan, precision_under
 from .state import Abstract, TrainState, assemble, check_params, disassemble, on_ranks
@@ -37,7 +39,8 @@ class Booster:
     the model is), "bf16", "fp16", "fp16_apex", "fp16_naive", "fp8", a MixedPrecision or a Policy. ``plugin``: None, one
     device, or how to lay a run out over many ranks: over ``mesh`` (a ``fb.virtual_mesh`` or a torch DeviceMesh), or,
     without one, over the processes of torch.distributed. Raises ValueError for an unknown name or device and for ranks
-    that the plugin cannot lay out, TypeError for other types.
+    that the plugin cannot lay out, TypeError for other types. ``precision`` is the mixed precision with what the plugin
+    says of it, ``plan`` the plugin and its mesh.
     """
 
     device: Any = None
@@ -45,17 +48,13 @@ class Booster:
     plugin: Plugin | None = None
     mesh: Any = None
     plan: Plan = field(init=False, repr=False)
+    precision: MixedPrecision = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", _device(self.device))
         object.__setattr__(self, "plan", plan(self.plugin, self.mesh, self.device.type))
         object.__setattr__(self, "mesh", self.plan.mesh if self.plugin is not None else None)
-        precision_under(self.plan.plugin, self.mixed_precision)
-
-    @property
-    def precision(self) -> MixedPrecision:
-        """How a step computes: the ``mixed_precision``, by name or not, with what the plugin says of it."""
-        return precision_under(self.plan.plugin, self.mixed_precision)
+        object.__setattr__(self, "precision", precision_under(self.plan.plugin, self.mixed_precision))
 
     @property
     def policy(self) -> Policy:
@@ -89,7 +88,7 @@ class Booster:
 
     def train_step(
         self,
-        loss_fn: step.LossFn,
+        loss_fn: LossFn,
         tx: Any,
         *,
         accumulate: int = 1,
@@ -113,7 +112,7 @@ class Booster:
         recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.precision, accumulate, max_norm, skip_nonfinite)
         return build(recipe, jit, donate)
 
-    def eval_step(self, loss_fn: step.LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
+    def eval_step(self, loss_fn: LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
         """The function ``(state, batch) -> metrics`` (loss, tokens, aux): no key, no dropout, no gradients, no change.
 
         The ``loss_fn`` of the training will do: own and functionalized models drop nothing here, ``train=True`` or not.
@@ -123,7 +122,7 @@ class Booster:
         def local(state: TrainState, batch: Tree) -> Replicated:
             params = step.gathered(precision, state.plan.plugin, step.prepare(precision.policy, state))
             with environment.bind(evaluating=True), step.computing(precision, state):
-                loss, weight, aux, _ = step.evaluate(loss_fn, params, batch, None, state.buffers)
+                loss, weight, aux, _ = loss_call.evaluate(loss_fn, params, batch, None, state.buffers)
             weighted = {name: value * weight for name, value in aux.items()}
             sums = step.totals(step.Sums(None, loss, weight, weighted, None), state.plan.plugin.data_axes)
             means = {name: step.mean(value, sums.weight) for name, value in sums.aux.items()}
@@ -203,9 +202,113 @@ class Booster:
     def load(self, path: str | os.PathLike[str], *, like: TrainState) -> TrainState:
         """Read a state of the shape of ``like`` (``booster.abstract(model, tx)``, or a state) onto the device.
 
+        The loss scale goes on where this precision has a dynamic one and the state's run had; else it is a new one.
+
         Raises FileNotFoundError for a path that is no checkpoint, ValueError with the whole list of leaves that differ.
         """
-        return checkpoint.load(path, like, self.device)
+        state = checkpoint.load(path, like, self.device)
+        return state.replace(loss_scale=resumed(self.precision.scaling, state.loss_scale))
+
+    def save_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainState,
+        model: Model,
+        *,
+        size_per_shard: float = 1024,
+        dtype: torch.dtype | None = None,
+        config: Any = None,
+        generation_config: Any = None,
+    ) -> None:
+        """Write the weights to the directory ``path`` in Hugging Face's form: ``hf_checkpoint.save``."""
+        hf_checkpoint.save(
+            path,
+            state,
+            model,
+            size_per_shard=size_per_shard,
+            dtype=dtype,
+            config=config,
+            generation_config=generation_config,
+        )
+
+    def load_pretrained(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        like: TrainState,
+        model: Model,
+        strict: bool = True,
+        weights_only: bool = False,
+    ) -> tuple[TrainState, Report]:
+        """``like`` with weights in Hugging Face's form, and what did not fit: ``hf_checkpoint.load``."""
+        return hf_checkpoint.load(path, like, model, strict=strict, weights_only=weights_only)
+
+    def save_model(
+        self,
+        model: imperative.BoostedModel,
+        checkpoint: str | os.PathLike[str],
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> None:
+        """Write a boosted model's weights: to one file, or, with ``shard``, to a directory of Hugging Face's form.
+
+        ``size_per_shard`` in MB (2**20 bytes); ``prefix`` stands in the names of a directory's files. Files are
+        safetensors, whatever ``use_safetensors``, and complete when this returns, with ``use_async``, too. On
+        processes, each must call it. Raises as ``booster_io.save_model``.
+        """
+        booster_io.save_model(model, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
+
+    def load_model(
+        self,
+        model: imperative.BoostedModel,
+        checkpoint: str | os.PathLike[str],
+        strict: bool = True,
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+        *,
+        weights_only: bool = False,
+    ) -> Report:
+        """Load weights, of ``save_model`` or Hugging Face's, into a boosted model, in place; returns what did not fit.
+
+        Each rank reads what it stores, slice by slice, whatever ``low_cpu_mem_mode`` and ``num_threads``. Pickles are
+        refused, unless ``weights_only`` asks for torch's unpickler of that name. Raises as ``booster_io.load_model``.
+        """
+        return booster_io.load_model(model, checkpoint, strict, weights_only)
+
+    def save_optimizer(
+        self,
+        optimizer: imperative.BoostedOptimizer,
+        checkpoint: str | os.PathLike[str],
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: float = 1024,
+        use_async: bool = False,
+    ) -> None:
+        """Write a boosted optimizer's state and param groups: files as for ``save_model``, leaves by name."""
+        booster_io.save_optimizer(optimizer, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
+
+    def load_optimizer(
+        self,
+        optimizer: imperative.BoostedOptimizer,
+        checkpoint: str | os.PathLike[str],
+        low_cpu_mem_mode: bool = True,
+        num_threads: int = 1,
+    ) -> None:
+        """Load what ``save_optimizer`` wrote, under whatever plugin, in place. Raises as ``load_model``."""
+        booster_io.load_optimizer(optimizer, checkpoint)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
+        """Write a scheduler's ``state_dict()`` as JSON. Raises TypeError for values that JSON cannot hold."""
+        booster_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
+        """Load what ``save_lr_scheduler`` wrote. Raises ValueError for another scheduler's state."""
+        booster_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
     @torch.inference_mode(mode=False)  # its tensors must be trainable wherever it is made
     def _state(self, model: Model, tx: optim.GradientTransformation, params: Tree, key: torch.Tensor) -> TrainState:
@@ -250,8 +353,9 @@ class Booster:
 
 def _kept(precision: MixedPrecision, model: Model, params: Tree) -> frozenset[str]:
     """The names of the leaves that keep their own dtype. Raises ValueError for a pattern that matches none."""
-    units.check_patterns("keep", precision.keep, params)
-    kept = {name for name in tree.names(params) if units.prefix(name, precision.keep) is not None}
+    names = tree.names(params)
+    patterns.require_matches("keep", precision.keep, names)
+    kept = {name for name in names if patterns.matches(name, precision.keep)}
     return frozenset(kept | model.batch_norms if precision.keep_batch_norm else kept)
 
 

@@ -18,6 +18,7 @@ from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import enter
 
 from . import hf_attention, losses, module_regions
+from .models.hf import state_names
 from .models.model import Model
 from .module_mode import ModuleMode
 from .skeleton import Skeleton, Values
@@ -100,6 +101,7 @@ def functionalize(module: nn.Module) -> Model:
         config=hf_attention.config_of(module),
         name=forward.name,
         batch_norms=_batch_norms(module),
+        state_names=state_names(module),
     )
 
 

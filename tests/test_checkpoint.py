@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import dataclasses
+import functools
+import itertools
 import json
 import os
+import resource
+import shutil
+import signal
 import stat
 import threading
+import warnings
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import functional_booster as fb
 from functional_booster import checkpoint, locking
+from functional_booster.checkpoint import folders, saving
 
 SIZES = {"vocab_size": 20, "n_positions": 8, "n_embd": 8, "n_head": 2}
 MODEL = fb.models.gpt2(**SIZES, n_layer=2)
@@ -39,6 +48,91 @@ def state(booster: fb.Booster) -> fb.TrainState:
 def same(left: Any, right: Any) -> bool:
     equal = fb.tree.map(lambda a, b: a.dtype == b.dtype and torch.equal(a, b), left, right)
     return fb.tree.all(bool, equal)
+
+
+def data_files(path: Path) -> list[str]:
+    return [file["name"] for file in checkpoint.read_manifest(path)["files"]]
+
+
+def in_a_child(work: Callable[[], None]) -> int:
+    """The exit status of a process that does this work: 0, 1 where it raised, -9 where it was killed."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, none of which it needs
+        child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def at_point(n: int, act: str, work: Callable[[], None]) -> int:
+    """Have a child process killed, or its disk full, at the n-th time that it asks the disk for something.
+
+    In the midst of a write, half of it is done before. Returns the exit status: 0 where it asked less often, 1 where it
+    raised a clear error, 4 where it went on.
+    """
+    asked = 0
+
+    def ask() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == n and act == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if asked == n:
+            raise OSError(28, "No space left on device")
+
+    def asking(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            ask()
+            return real(*args, **options)
+
+        return call
+
+    @contextlib.contextmanager
+    def halving(*args: Any, **options: Any) -> Generator[Any]:
+        ask()
+        with open(*args, **options) as stream:
+            if "x" in args[1]:
+                yield Halving(stream, ask)
+            else:
+                yield stream
+
+    def patched() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(folders, "open", halving, raising=False)
+            for name in ("fsync", "replace", "unlink", "mkdir"):
+                patch.setattr(os, name, asking(getattr(os, name)))
+            try:
+                work()
+            except OSError as error:
+                told = "No space left" in str(error) and "what was there before is whole" in str(error)
+                os._exit(1 if told else 3)
+            os._exit(0 if asked < n else 4)
+
+    return in_a_child(patched)
+
+
+class Halving:
+    """A stream that asks in the midst of each write."""
+
+    def __init__(self, stream: Any, ask: Callable[[], None]) -> None:
+        self.stream, self.ask = stream, ask
+
+    def write(self, data: Any) -> None:
+        data = memoryview(data)
+        self.stream.write(data[: len(data) // 2])
+        self.stream.flush()
+        self.ask()
+        self.stream.write(data[len(data) // 2 :])
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
 
 
 def test_load_gives_what_was_saved(booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
@@ -98,47 +192,77 @@ class TestOverwriting:
         assert same(booster.load(path, like=state), state)
         assert len(list(path.iterdir())) == 2
 
-    @pytest.mark.parametrize("stage", ["save_file", "_sync", "_sha256"])
-    def test_a_failure_leaves_the_old_one_whole(
-        self, stage: str, booster: fb.Booster, state: fb.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize("act", ["killed", "full"])
+    def test_a_kill_or_a_full_disk_at_any_point_leaves_one_of_them_whole(
+        self, act: str, booster: fb.Booster, tmp_path: Path
     ) -> None:
-        old, path = booster.init(MODEL, TX, key=fb.random.key(0)), tmp_path / "ckpt"
+        """At the n-th time that the disk is asked for something, for every n; the next save cleans up."""
+        model, tx = fb.functionalize(torch.nn.Linear(3, 4)), fb.optim.sgd(0.1)
+        old, path = booster.init(model, tx, key=fb.random.key(0)), tmp_path / "ckpt"
+        new = old.replace(step=old.step + 1, params=fb.tree.map(lambda leaf: leaf + 1, old.params))
         booster.save(path, old)
+        outcomes = []
+        for n in itertools.count(1):
+            shutil.copytree(path, copied := tmp_path / str(n))
+            ended = at_point(n, act, functools.partial(booster.save, copied, new))
+            if ended == 0:
+                break
+            assert ended in ((-signal.SIGKILL,) if act == "killed" else (1, 4))
+            found = booster.load(copied, like=old)
+            outcomes.append(int(found.step))
+            assert same(found, new if outcomes[-1] else old)
+            assert outcomes[-1] or ended != 4
+            if ended == 1 and not outcomes[-1]:
+                assert len(list(copied.iterdir())) == 2  # nothing half-written is left behind
+            booster.save(copied, new)
+            assert same(booster.load(copied, like=old), new)
+            assert len(list(copied.iterdir())) == 2
+        assert outcomes.count(0) > 10 and outcomes[-1] == 1
 
-        def full(*args: Any) -> None:
-            raise OSError(28, "No space left on device")
+    def test_a_disk_that_is_really_full(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
+        old = booster.init(MODEL, TX, key=fb.random.key(0))
+        booster.save(tmp_path, old)
 
-        with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, stage, full)
-            with pytest.raises(OSError, match=r"ckpt could not be written .*No space left.* is whole"):
-                booster.save(path, state)
-        assert same(booster.load(path, like=old), old)
-        assert len(list(path.iterdir())) == 2  # nothing half-written is left behind
+        def save() -> None:  # no file may grow beyond this: the kernel refuses
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+            with pytest.raises(OSError, match=r"could not be written .*File too large.* is whole"):
+                booster.save(tmp_path, state)
+
+        assert in_a_child(save) == 0
+        assert same(booster.load(tmp_path, like=old), old)
+        assert len(list(tmp_path.iterdir())) == 2
 
     def test_what_a_crash_left_is_cleaned(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
         path = tmp_path / "ckpt"
         path.mkdir()
-        for leftover in (f"state-{'0123' * 4}.safetensors", "manifest.json.0123abcd"):  # of a first save
+        token = "0123" * 4
+        for leftover in (
+            f"state-{token}.safetensors",  # of format 1
+            f"state-{token}-00001.safetensors",
+            f"state-{token}-00001.json",
+            "manifest.json.0123abcd",
+            "manifest.json.saving",
+        ):  # of a first save
             (path / leftover).write_bytes(b"half")
         with pytest.raises(FileNotFoundError, match="is no checkpoint"):
             booster.load(path, like=state)
         booster.save(path, state)
         assert len(list(path.iterdir())) == 2
-        (path / f"state-{'0123' * 4}.safetensors").write_bytes(b"half")
+        (path / f"state-{token}-00000.safetensors").write_bytes(b"half")
         mine = ("state-of-the-art.safetensors", "manifest.json.backup", "state-0123.safetensors")
         for name in mine:
             (path / name).write_text("precious")
         booster.save(path, state)
-        assert {p.name for p in path.iterdir()} == {"manifest.json", checkpoint.read_manifest(path)["data"], *mine}
+        assert {p.name for p in path.iterdir()} == {"manifest.json", *data_files(path), *mine}
 
     def test_a_first_save_that_fails_leaves_nothing(
         self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def full(tensors: Any, path: Path) -> None:
-            path.write_bytes(b"half")
+        def full(place: Any, name: str, taken: Any) -> None:
+            (place.path / name).write_bytes(b"half")
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(checkpoint, "save_file", full)
+        monkeypatch.setattr(saving.data_files, "write", full)
         (tmp_path / "empty").mkdir()
         for path in ("new", "empty"):
             with pytest.raises(OSError, match="No space left"):
@@ -150,15 +274,15 @@ class TestOverwriting:
     ) -> None:
         """The new manifest is in place, but its name is not synced: after a power cut the old one may be back."""
         booster.save(tmp_path, booster.init(MODEL, TX, key=fb.random.key(0)))
-        old, real = (tmp_path / "manifest.json").read_bytes(), checkpoint._sync
+        old, real = (tmp_path / "manifest.json").read_bytes(), folders._sync
 
         def failing(path: Path) -> None:
-            if path.is_dir():
+            if (path / "manifest.json").read_bytes() != old:
                 raise OSError(5, "Input/output error")
             real(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr(checkpoint, "_sync", failing)
+            patched.setattr(folders, "_sync", failing)
             with pytest.raises(OSError, match="Input/output error"):
                 booster.save(tmp_path, state)
         new = (tmp_path / "manifest.json").read_bytes()
@@ -173,18 +297,19 @@ class TestOverwriting:
     ) -> None:
         """The second waits until the first is done, and the last one's state stays, alone and whole."""
         first, path = booster.init(MODEL, TX, key=fb.random.key(0)), tmp_path / "ckpt"
-        inside, go_on, real = threading.Event(), threading.Event(), checkpoint.save_file
+        inside, go_on, real = threading.Event(), threading.Event(), saving.data_files.write
         order: list[str] = []
 
-        def slow(tensors: Any, data: Path) -> None:
+        def slow(*args: Any) -> Any:
             order.append(threading.current_thread().name)
-            real(tensors, data)
+            written = real(*args)
             if order == ["first"]:
                 inside.set()
                 go_on.wait()
             order.append(threading.current_thread().name)
+            return written
 
-        monkeypatch.setattr(checkpoint, "save_file", slow)
+        monkeypatch.setattr(saving.data_files, "write", slow)
         savers = [
             threading.Thread(target=booster.save, args=(path, saved), name=name)
             for name, saved in (("first", first), ("second", state))
@@ -206,10 +331,24 @@ class TestOverwriting:
     ) -> None:
         monkeypatch.setattr(locking, "fcntl", None)
         booster.save(tmp_path, state)
-        (tmp_path / f"state-{'0' * 16}.safetensors").write_bytes(b"another saver's, perhaps")
+        (tmp_path / f"state-{'0' * 16}-00000.safetensors").write_bytes(b"another saver's, perhaps")
         booster.save(tmp_path, state)
         names = {p.name for p in tmp_path.iterdir()}
-        assert names == {"manifest.json", checkpoint.read_manifest(tmp_path)["data"], f"state-{'0' * 16}.safetensors"}
+        assert names == {"manifest.json", *data_files(tmp_path), f"state-{'0' * 16}-00000.safetensors"}
+
+    def test_what_is_not_whole_is_not_published(
+        self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path
+    ) -> None:
+        """A share that lacks a piece, as of a layout that ranks understand differently."""
+        booster.save(tmp_path, state)
+        taken = checkpoint.snapshot(state.replace(step=state.step + 1))
+        piece = taken.pieces[-1]
+        with pytest.raises(OSError, match=rf"could not be written \({piece.leaf}: its pieces do not make up the leaf"):
+            checkpoint.write(tmp_path, dataclasses.replace(taken, pieces=taken.pieces[:-1]))
+        assert same(booster.load(tmp_path, like=state), state)
+        assert len(list(tmp_path.iterdir())) == 2
+        checkpoint.write(tmp_path, taken)
+        assert booster.load(tmp_path, like=state).step == state.step + 1
 
     def test_the_umask_decides_who_reads_it(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
         before = os.umask(0o027)
@@ -261,16 +400,19 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("key", "value"),
         [
-            ("data", None),
-            ("data", ".."),
-            ("data", "../state-0123456789abcdef.safetensors"),
-            ("data", "thesis.safetensors"),
-            ("sha256", 3),
+            ("files", None),
+            ("files", [{"name": "..", "size": 1}]),
+            ("files", [{"name": "../state-0123456789abcdef-00000.safetensors", "size": 1}]),
+            ("files", [{"name": "thesis.safetensors", "size": 1}]),
+            ("files", [{"name": "state-0123456789abcdef-00000.safetensors"}]),
+            ("chunk", 0),
             ("step", "3"),
             ("position", True),
             ("leaves", []),
             ("leaves", {"step": [2]}),
-            ("leaves", {"step": {"shape": 2, "dtype": "int64"}}),
+            ("leaves", {"step": {"shape": [], "dtype": "int64"}}),
+            ("leaves", {"step": {"shape": 2, "dtype": "int64", "pieces": []}}),
+            ("leaves", {"step": {"shape": [2], "dtype": "save", "pieces": []}}),
         ],
     )
     def test_a_manifest_of_other_types(
@@ -283,29 +425,51 @@ class TestBadInput:
             with pytest.raises(ValueError, match=rf"manifest\.json is damaged: '{key}' is missing, or not"):
                 booster.load(tmp_path, like=state)
 
-    @pytest.mark.parametrize("tensors", [None, {}, {"other": torch.ones(1)}, "other shapes"])
-    def test_a_data_file_of_other_content(
-        self, tensors: Any, booster: fb.Booster, state: fb.TrainState, tmp_path: Path
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"file": 1},
+            {"offset": 10**9},
+            {"range": [0, 161]},
+            {"range": [5, 5]},
+            {"range": 3},
+            {"crc32": []},
+            {"box": [[0, 1]]},
+        ],
+        ids=str,
+    )
+    def test_a_piece_that_cannot_be_or_is_of_a_newer_kind(
+        self, change: dict[str, Any], booster: fb.Booster, state: fb.TrainState, tmp_path: Path
     ) -> None:
         booster.save(tmp_path, state)
-        (data,) = tmp_path.glob("*.safetensors")
-        if tensors is None:
-            data.write_bytes(b"no safetensors")
-        else:
-            save_file({n: t[None] for n, t in load_file(data).items()} if isinstance(tensors, str) else tensors, data)
         manifest = checkpoint.read_manifest(tmp_path)
-        manifest["sha256"] = hashlib.sha256(data.read_bytes()).hexdigest()
+        manifest["leaves"]["params.wte.weight"]["pieces"][0].update(change)
         (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-        with pytest.raises(ValueError, match=r"state-\w+\.safetensors is damaged"):
+        with pytest.raises(ValueError, match=r"damaged, or of a newer version: .* params\.wte\.weight has the piece"):
             booster.load(tmp_path, like=state)
 
-    def test_damage_is_found(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
+    def test_a_leaf_that_is_not_whole(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
         booster.save(tmp_path, state)
-        (data,) = tmp_path.glob("*.safetensors")
-        raw = bytearray(data.read_bytes())
-        raw[-3] ^= 1
-        data.write_bytes(raw)
-        with pytest.raises(ValueError, match="is damaged: its checksum does not match"):
+        manifest = checkpoint.read_manifest(tmp_path)
+        manifest["leaves"]["params.wte.weight"]["pieces"] = []
+        (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ValueError, match=r"params\.wte\.weight is not whole"):
+            booster.load(tmp_path, like=state)
+
+    def test_damage_is_found_wherever_it_is(self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
+        """One changed bit in any leaf; a file that is too short; one that is gone."""
+        booster.save(tmp_path, state)
+        (name,), leaves = data_files(tmp_path), checkpoint.read_manifest(tmp_path)["leaves"]
+        data = tmp_path / name
+        raw = data.read_bytes()
+        for leaf, place in ((leaf, entry["pieces"][0]["offset"]) for leaf, entry in leaves.items()):
+            broken = bytearray(raw)
+            broken[place] ^= 1
+            data.write_bytes(broken)
+            with pytest.raises(ValueError, match=rf"is damaged: its checksum does not match, in {leaf}$"):
+                booster.load(tmp_path, like=state)
+        data.write_bytes(raw[:-1])
+        with pytest.raises(ValueError, match=rf"is damaged: {len(raw) - 1} bytes, expected {len(raw)}"):
             booster.load(tmp_path, like=state)
         data.unlink()
         with pytest.raises(ValueError, match="is missing"):
@@ -337,6 +501,8 @@ class TestBadInput:
 
 def test_the_data_file_is_plain_safetensors(booster: fb.Booster, state: fb.TrainState, tmp_path: Path) -> None:
     booster.save(tmp_path, state)
-    (data,) = tmp_path.glob("*.safetensors")
-    tensors = load_file(data)
-    assert torch.equal(tensors["params.wte.weight"], state.params["wte"]["weight"])
+    (name,) = data_files(tmp_path)
+    named = checkpoint.named_tensors(state)
+    for tensors in (load_file(tmp_path / name), checkpoint.read_tensors(tmp_path)):
+        assert tensors.keys() == named.keys()
+        assert same(tensors, named)

@@ -21,7 +21,7 @@ import torch
 
 import functional_booster as fb
 from functional_booster import cli, data, locking, training_run
-from functional_booster.checkpoint import read_manifest
+from functional_booster.checkpoint import read_manifest, read_tensors
 from functional_booster.trackers import read_jsonl
 
 TINY = ("--n-layer 1 --n-embd 16 --n-head 2 --length 16 --batch-size 4 --steps 12 --warmup 2 --log-every 2 "
@@ -43,10 +43,7 @@ def train(*options: object) -> int:
 
 def weights(out: str) -> dict[str, torch.Tensor]:
     """Everything in the checkpoint: parameters, optimizer state, counters, keys."""
-    from safetensors.torch import load_file
-
-    folder = Path(out) / "checkpoint"
-    return load_file(folder / read_manifest(folder)["data"])
+    return read_tensors(Path(out) / "checkpoint")
 
 
 def curve(out: str) -> list[tuple[Any, ...]]:

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from processes import run_on_ranks
-from safetensors.torch import load_file
 
 from functional_booster import cli
-from functional_booster.checkpoint import read_manifest
+from functional_booster.checkpoint import read_manifest, read_tensors
 from functional_booster.trackers import read_jsonl
 
 TINY = ("--n-layer 1 --n-embd 16 --n-head 2 --length 16 --batch-size 4 --steps 6 --warmup 2 --log-every 1 "
@@ -46,7 +45,7 @@ def resume(folder: Path, out: str, *more: object) -> list[str]:
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     """Everything in the checkpoint: parameters, optimizer state, counters, keys."""
-    return load_file(run / "checkpoint" / read_manifest(run / "checkpoint")["data"])
+    return read_tensors(run / "checkpoint")
 
 
 def assert_same_run(run: Path, expected: Path, rtol: float = 1e-4, atol: float = 1e-5) -> None:
@@ -170,18 +169,18 @@ def test_a_full_disk_on_processes_is_named_and_loses_nothing(folder: Path) -> No
 
 
 def call_with_a_full_disk(arguments: list[str]) -> tuple[Any, str, str]:
-    from functional_booster import checkpoint
+    from functional_booster.checkpoint import data_files
 
-    publish, saves = checkpoint.save_file, []
+    original, saves = data_files.write, []
 
-    def save_file(*args: Any) -> None:
+    def write(*args: Any) -> Any:
         saves.append(args)
         if len(saves) > 1:
             raise OSError("no space left on device")
-        publish(*args)
+        return original(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", save_file)
+        patch.setattr(data_files, "write", write)
         return call(arguments)
 
 

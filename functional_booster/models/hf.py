@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from functional_booster.kernels import tree
 
-from .gpt2 import gpt2
-from .llama import llama
+from .gpt2 import GPT2Config, gpt2
+from .llama import LlamaConfig, llama
 from .model import Model, Tree
 
 
@@ -31,7 +32,13 @@ class Source:
     def read(self, stored: torch.Tensor) -> torch.Tensor:
         """The leaf, a view of the stored tensor."""
         whole = stored.mT if self.transposed else stored
-        return whole.chunk(self.parts)[self.part]
+        return whole.chunk(self.parts)[self.part] if self.parts > 1 else whole
+
+    def rows(self, shape: tuple[int, ...], start: int, stop: int) -> tuple[slice, ...]:
+        """Which part of the stored tensor holds rows ``start`` to ``stop`` of the leaf of ``shape``."""
+        first = self.part * shape[0]
+        rows = slice(first + start, first + stop)
+        return (slice(None), rows) if self.transposed else (rows,)
 
     def shape(self, leaf: tuple[int, ...]) -> tuple[int, ...]:
         """The stored tensor's shape, given the leaf's."""
@@ -47,6 +54,15 @@ class Family:
     prefix: str
     embedding: str
     constants: str
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a state dict: its ``names`` (that which we give it, then others it may have), and its leaves."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, Source], ...]
 
 
 HEAD = "lm_head.weight"
@@ -110,6 +126,46 @@ def sources(model: Model) -> dict[str, Source]:
     """{leaf name: where it lies in a state dict without the prefix}, in the order of the leaves."""
     conv1d = model.config.model_type == "gpt2"
     return {name: _gpt2_source(name) if conv1d else Source(name) for name in tree.names(model.abstract)}
+
+
+def is_own(model: Model) -> bool:
+    """Whether this is a ``gpt2`` or a ``llama`` of ours, whose leaves bear other names than Hugging Face's tensors."""
+    return isinstance(model.config, (GPT2Config, LlamaConfig))
+
+
+def stored_tensors(model: Model) -> list[Stored]:
+    """The tensors of a state dict of an own model, in the order of its leaves; a tied head is its embedding."""
+    family = _family(model.config)
+    pieces: dict[str, list[tuple[str, Source]]] = {}
+    for leaf, place in sources(model).items():
+        pieces.setdefault(place.name, []).append((leaf, place))
+    infos, stored = tree.named_leaves(model.abstract), []
+    for name, parts in pieces.items():
+        names = (name,) if name == HEAD else (family.prefix + name, name)
+        if name == family.embedding and model.config.tie_word_embeddings:
+            names += (HEAD,)
+        leaf, place = parts[0]
+        ordered = sorted(parts, key=lambda part: part[1].part)
+        stored.append(Stored(names, place.shape(infos[leaf].shape), tuple(ordered)))
+    return stored
+
+
+def is_constant(model: Model, name: str) -> bool:
+    """Whether a tensor of a state dict is no weight: masks and frequencies that older versions stored."""
+    family = _family(model.config)
+    return re.fullmatch(family.constants, name.removeprefix(family.prefix)) is not None
+
+
+def state_names(module: nn.Module) -> dict[str, str]:
+    """{name in the module's state dict: first name of this parameter or buffer in the module}, tied ones several times.
+
+    Buffers outside of the state dict are left out.
+    """
+    first: dict[int, str] = {}
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        first.setdefault(id(value), name)
+    kept = module.state_dict(keep_vars=True)
+    return {name: first[id(value)] for name, value in kept.items() if id(value) in first}
 
 
 def _gpt2_source(name: str) -> Source:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from functional_booster.kernels import tree
 from functional_booster.losses import labels_from, linear_next_token
+from functional_booster.precision import fp8
 from functional_booster.sharding.abstract import initialize
+
+from . import layers
 
 Tree = tree.Tree
 
@@ -25,7 +27,8 @@ class Model:
     (batch statistics, position tables), in fresh storage; ``apply(..., buffers=tree, mutable=True)`` returns
     ``(outputs, new buffers)``. Language models also have ``hidden(params, input_ids, key=, train=) -> (B, T, D)`` and
     ``head(params) -> (V, D)``, whose product is what ``apply`` returns, and ``loss(params, batch, key=None)`` ->
-    (sum, weight), fused over the two. ``batch_norms``: names of the parameters of batch norms.
+    (sum, weight), fused over the two. ``batch_norms``: names of the parameters of batch norms. ``state_names``: of a
+    functionalized module {name in its state dict: name of the parameter or buffer}, a tied one under several names.
     """
 
     init: Callable[..., Tree]
@@ -38,6 +41,7 @@ class Model:
     config: Any = None
     name: str = "model"
     batch_norms: frozenset[str] = frozenset()
+    state_names: Mapping[str, str] = field(default_factory=dict)
 
 
 def language_model(
@@ -64,7 +68,7 @@ def _logits(
     **options: Any,
 ) -> torch.Tensor:
     """Logits (B, T, V), in the parameters' dtype; arguments are those of ``hidden``."""
-    return F.linear(hidden(params, *inputs, **options), head(params))
+    return layers.product(hidden(params, *inputs, **options), head(params))
 
 
 def _loss(
@@ -95,4 +99,6 @@ def _loss(
         key=key,
         train=key is not None,
     )
-    return linear_next_token(state, head(params), labels, **options)
+    out = fp8.plain(head(params))  # the fused loss multiplies as it is
+    wide = torch.promote_types(state.dtype, out.dtype)
+    return linear_next_token(state.to(wide), out.to(wide), labels, **options)

@@ -1,0 +1,182 @@
+"""Checkpoints in Hugging Face's form: whole tensors under its names, which ``from_pretrained`` opens, and the inverse.
+
+They hold weights alone; ``checkpoint`` has the form that loses nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from functional_booster.kernels import tree
+from functional_booster.sharding.mesh import Mesh
+
+from . import hf_reading, hf_writing, leaf_store, publishing, watchdog
+from .donation import refuse_consumed
+from .hf_reading import Report
+from .leaf_store import Entry, Leaf
+from .models import hf
+from .models.model import Model
+from .state import TrainState
+
+Tree = tree.Tree
+MEBIBYTE = 2**20
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: TrainState,
+    model: Model,
+    *,
+    size_per_shard: float = 1024,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    generation_config: Any = None,
+) -> None:
+    """Write the weights to the directory ``path``, as ``from_pretrained`` opens it, in place of those that are there.
+
+    Files of at most ``size_per_shard`` MB (2**20 bytes), or one tensor: ``model.safetensors``, or several and an index.
+    On processes, each must call it: each writes some of them, and holds one file and one leaf of it at a time in the
+    host's memory. ``dtype``: of the floating-point weights in the files, None: as they are stored. ``config.json`` is
+    the model's ``config``, unless another one is given, and ``generation_config.json`` what is given.
+
+    Raises TypeError for what is no state or Model, ValueError for a size or dtype that makes no sense or a model of
+    another state, OSError where it cannot be written: what was there before is whole then.
+    """
+    _check(state, model)
+    limit, dtype = checked(size_per_shard, dtype)
+    entries = _entries(model, state, dtype)
+    texts = config_texts(model.name, model.config if config is None else config, generation_config, entries)
+    target = publishing.Target(Path(path), "model", limit, texts)
+    hf_writing.write(target, entries, state.plan.mesh, state.step.device, "save_pretrained")
+
+
+def load(
+    path: str | os.PathLike[str], like: TrainState, model: Model, *, strict: bool = True, weights_only: bool = False
+) -> tuple[TrainState, Report]:
+    """``like`` with the weights of ``path``, in fresh storage of its layout and dtypes, and what did not fit.
+
+    ``path``: a directory of Hugging Face's, a safetensors file, or an index. Each rank reads what it stores, one slice
+    of a tensor at a time; nothing travels. Pickles (``.bin``) are refused, unless ``weights_only`` asks for torch's
+    unpickler of that name. Raises FileNotFoundError where there are no weights, and ValueError, with the whole list,
+    for weights that are missing, unexpected or of another shape; those stay as they are if not ``strict``.
+    """
+    _check(like, model)
+    mesh = like.plan.mesh
+    with watchdog.all_or_none("load_pretrained", alone=not mesh.across):
+        parts = {name: tree.map(_copied, getattr(like, name)) for name in ("storage", "frozen", "buffers")}
+        fresh = like.replace(**parts)
+        entries = _entries(model, fresh, None)
+        report = read_into(path, entries, ignored(model), strict=strict, weights_only=weights_only)
+    return fresh, report
+
+
+def read_into(
+    path: str | os.PathLike[str],
+    entries: list[Entry],
+    ignored: Callable[[str], bool],
+    *,
+    strict: bool,
+    weights_only: bool = False,
+) -> Report:
+    """Fill the entries' leaves from ``path``, in place, once what is there is known to fit. Raises as ``load``."""
+    with hf_reading.open_weights(Path(path), weights_only=weights_only) as weights:
+        report = hf_reading.compare(entries, weights, ignored)
+        if strict and report:
+            raise ValueError(f"{path} does not fit the model:\n  {report}")
+        hf_reading.fill(entries, weights)
+    return report
+
+
+def entries_of(leaves: Mapping[str, Leaf], names: Mapping[str, str], dtype: torch.dtype | None) -> list[Entry]:
+    """A tensor in the file for each leaf, under the first of its ``names`` ({name: leaf}); ``dtype`` as in ``save``."""
+    aliases: dict[str, list[str]] = {}
+    for name, leaf in names.items():
+        aliases.setdefault(leaf, []).append(name)
+    return [
+        Entry(tuple(others), leaves[name].shape, _stored(leaves[name].dtype, dtype), ((hf.Source(name), leaves[name]),))
+        for name, others in aliases.items()
+    ]
+
+
+def plain_leaves(values: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, Leaf]:
+    """Leaves that every rank has whole, one value for all."""
+    return {name: Leaf(tuple(value.shape), value, mesh) for name, value in values.items()}
+
+
+def config_texts(architecture: str, config: Any, generation_config: Any, entries: list[Entry]) -> dict[str, str]:
+    """{file name: content} of what stands beside the weights. ``config``: ours, transformers', a dict, or None."""
+    dtypes = {entry.dtype for entry in entries if entry.dtype.is_floating_point}
+    dtype = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
+    texts = {}
+    if callable(getattr(config, "to_json_string", None)):
+        theirs = copy.deepcopy(config)
+        theirs.architectures, theirs.dtype = [architecture], dtype
+        texts["config.json"] = theirs.to_json_string()
+    elif config is not None:
+        content = dict(config) if isinstance(config, Mapping) else config.to_hf_config()
+        texts["config.json"] = json.dumps(content | ({} if dtype is None else {"dtype": dtype}), indent=2) + "\n"
+    if generation_config is not None:
+        given = generation_config
+        is_theirs = callable(getattr(given, "to_json_string", None))
+        texts["generation_config.json"] = given.to_json_string() if is_theirs else json.dumps(dict(given), indent=2)
+    return texts
+
+
+def checked(size_per_shard: Any, dtype: Any = None) -> tuple[int, torch.dtype | None]:
+    """The size in bytes and the dtype, or the error that says what is wrong with them."""
+    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, (int, float)) or not size_per_shard > 0:
+        raise ValueError(f"size_per_shard: {size_per_shard!r}, expected a positive number of MB")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype: {dtype!r}, expected a floating-point torch.dtype, or None")
+    return int(size_per_shard * MEBIBYTE), dtype
+
+
+def ignored(model: Model) -> Callable[[str], bool]:
+    """Which tensors of a file are no weights of the model's, and yet no error."""
+    return (lambda name: hf.is_constant(model, name)) if hf.is_own(model) else (lambda name: False)
+
+
+def _entries(model: Model, state: TrainState, dtype: torch.dtype | None) -> list[Entry]:
+    mesh = state.plan.mesh
+    leaves = leaf_store.leaves(state.storage, mesh)
+    leaves |= {} if state.frozen is None else leaf_store.leaves(state.frozen, mesh)
+    if hf.is_own(model):
+        entries = []
+        for stored in hf.stored_tensors(model):
+            parts = tuple((source, leaves[name]) for name, source in stored.parts)
+            entries.append(Entry(stored.names, stored.shape, _stored(parts[0][1].dtype, dtype), parts))
+        return entries
+    leaves |= plain_leaves(tree.named_leaves(state.buffers), mesh)
+    names = model.state_names or dict(zip(leaves, leaves, strict=True))
+    return entries_of(leaves, names, dtype)
+
+
+def _stored(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype
+
+
+def _copied(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.clone().pin_memory() if leaf.device.type == "cpu" and leaf.is_pinned() else leaf.clone()
+
+
+def _check(state: Any, model: Any) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"state: {type(state).__name__}, expected a TrainState")
+    if not isinstance(model, Model):
+        raise TypeError(f"model: {type(model).__name__}, expected the fb.Model that the state was made of")
+    if not all(isinstance(leaf, torch.Tensor) for leaf in tree.leaves((state.storage, state.frozen))):
+        raise ValueError("state: it is abstract, expected one with values, as booster.init makes it")
+    refuse_consumed(tree.names(state.storage), tree.leaves(state.storage))
+    given, wanted = state.abstract.tree, model.abstract
+    if tree.structure(given) != tree.structure(wanted) or any(
+        tuple(one.shape) != tuple(other.shape)
+        for one, other in zip(tree.leaves(given), tree.leaves(wanted), strict=True)
+    ):
+        raise ValueError(f"model: {model.name} has other parameters than the state")
