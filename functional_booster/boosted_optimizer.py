@@ -126,7 +126,7 @@ class BoostedOptimizer:
         """
         if norm_type != 2.0:
             raise ValueError(f"norm_type: {norm_type}, expected 2.0")
-        if not max_norm > 0:
+        if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm > 0:
             raise ValueError(f"max_norm: {max_norm}, expected a positive number")
         with self._run.guarded("clip_grad_by_norm"):
             gradients = self._gradients()

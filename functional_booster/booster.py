@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -195,9 +195,24 @@ class Booster:
         """
         return imperative.no_sync(model, optimizer)
 
-    def save(self, path: str | os.PathLike[str], state: TrainState) -> None:
-        """Write the state to the directory ``path``; what was there is replaced in one moment, or stays whole."""
-        checkpoint.save(path, state)
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainState,
+        *,
+        use_async: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> checkpoint.Saving | None:
+        """Write the state to the directory ``path``; what was there is replaced in one moment, or stays whole.
+
+        ``use_async``: return once the state is copied to the host, with a handle on the writing (``result()``,
+        ``done()``). ``metrics`` are kept beside the state. On processes, each must call it. Raises as
+        ``checkpoint.save``.
+        """
+        if use_async:
+            return checkpoint.save_async(path, state, metrics=metrics)
+        checkpoint.save(path, state, metrics=metrics)
+        return None
 
     def load(self, path: str | os.PathLike[str], *, like: TrainState) -> TrainState:
         """Read a state of the shape of ``like`` (``booster.abstract(model, tx)``, or a state) onto the device.

@@ -98,7 +98,10 @@ def load_optimizer(optimizer: BoostedOptimizer, checkpoint: Path_) -> None:
     Raises as ``load_model``, strictly; the param groups are as before then.
     """
     run = _run_of(optimizer, BoostedOptimizer, "optimizer")
-    with optimizer.loading("load_optimizer"), hf_reading.open_weights(Path(checkpoint), "optimizer") as weights:
+    with (
+        optimizer.loading("load_optimizer"),
+        hf_reading.open_weights(hf_checkpoint.local("checkpoint", checkpoint), "optimizer") as weights,
+    ):
         groups = weights.metadata.get("param_groups")
         groups = json.loads(groups) if isinstance(groups, str) else groups
         if not isinstance(groups, list):
@@ -134,7 +137,7 @@ def load_lr_scheduler(lr_scheduler: Any, checkpoint: Path_) -> None:
     with watchdog.all_or_none("load_lr_scheduler", alone=_is_alone(lr_scheduler)):
         now = _scheduler_state(lr_scheduler)
         try:
-            given = json.loads(Path(checkpoint).read_text(encoding="utf-8"))
+            given = json.loads(hf_checkpoint.local("checkpoint", checkpoint).read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{checkpoint} is no state of a scheduler: {error}") from error
         if not isinstance(given, dict) or given.keys() != _plain(now, "lr_scheduler").keys():
@@ -183,8 +186,12 @@ def _target(
 ) -> publishing.Target:
     if gather_dtensor is not True:
         raise ValueError(f"gather_dtensor: {gather_dtensor!r}, expected True: these files hold whole tensors")
+    if prefix is not None and (not isinstance(prefix, str) or not prefix or Path(prefix).name != prefix):
+        raise ValueError(f"prefix: {prefix!r}, expected a part of a file's name, or None")
     if shard:
-        return publishing.Target(Path(checkpoint), f"{stem}.{prefix}" if prefix else stem, limit, **beside)
+        return publishing.Target(
+            hf_checkpoint.local("checkpoint", checkpoint), f"{stem}.{prefix}" if prefix else stem, limit, **beside
+        )
     file = _file(checkpoint)
     if file.is_dir():
         raise FileExistsError(f"{file} is a directory: expected a file, or shard=True")
@@ -192,7 +199,7 @@ def _target(
 
 
 def _file(checkpoint: Path_) -> Path:
-    file = Path(checkpoint)
+    file = hf_checkpoint.local("checkpoint", checkpoint)
     if file.suffix in _PICKLES:
         raise ValueError(
             f"checkpoint: {file.name!r} is named as a pickle, which is never written: loading one can run any code. "

@@ -1,4 +1,4 @@
-"""The command ``functional-booster``: train a language model from a terminal."""
+"""The command ``functional-booster``: train a language model from a terminal; look into checkpoints, convert them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING
 
 from . import run_folder, training_run, watchdog
 from .launch import launch_from_torch
@@ -16,9 +17,13 @@ from .rank_failure import RankFailure
 from .train_options import Train
 from .training_run import INTERRUPTED, processes
 
+if TYPE_CHECKING:
+    from .convert import Convert
+    from .inspect_checkpoint import Inspect
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: 2 for bad input, 1 where training fails, 130 for Ctrl-C.
+    """Run the command line and return its exit status: 2 for bad input, 1 where the work fails, 130 for Ctrl-C.
 
     Under torchrun this process is one of many; the first one alone prints.
     """
@@ -49,6 +54,9 @@ def _run(args: list[str], holding: contextlib.ExitStack) -> int:
     try:
         with watchdog.all_or_none("reading of the options"):
             config = _parse(args)
+        if not isinstance(config, Train):
+            with watchdog.all_or_none("work"):
+                return _look_after(config) if processes()[0] == 0 else 0
         run = training_run.prepare(config, holding)
     except (ValueError, OSError, RankFailure) as error:
         return _leave(_say(f"error: {error}", 2))
@@ -66,21 +74,33 @@ def _run(args: list[str], holding: contextlib.ExitStack) -> int:
         return _say(f"interrupted: {run_folder.kept(config.out)}", INTERRUPTED)
 
 
-def _parse(args: list[str]) -> Train:
+def _look_after(options: Inspect | Convert) -> int:
+    """Show or convert a checkpoint: work of one process."""
+    from . import convert, inspect_checkpoint
+
+    if isinstance(options, convert.Convert):
+        return convert.run(options)
+    return inspect_checkpoint.run(options)
+
+
+def _parse(args: list[str]) -> Train | Inspect | Convert:
     """The settings; of a resumed run its own, which become the defaults so that only what was given can differ.
 
     Processes are the ranks in place of virtual ones, and so is another plugin laid out anew.
     """
     import tyro
 
+    from .convert import Convert
+    from .inspect_checkpoint import Inspect
+
     with _silent() if processes()[0] > 0 else contextlib.nullcontext():
         config = tyro.extras.subcommand_cli_from_dict(
-            {"train": Train},
+            {"train": Train, "inspect": Inspect, "convert": Convert},
             prog="functional-booster",
-            description="Train language models, the functional way.",
+            description="Train language models, the functional way, and look after their checkpoints.",
             args=args,
         )
-        if not config.resume:
+        if not isinstance(config, Train) or not config.resume:
             return config
         saved = run_folder.resumed(config)
         config = tyro.cli(Train, prog="functional-booster train", args=args[1:], default=saved)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ from .state import TrainState
 
 Tree = tree.Tree
 MEBIBYTE = 2**20
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def save(
@@ -53,7 +56,7 @@ def save(
     limit, dtype = checked(size_per_shard, dtype)
     entries = _entries(model, state, dtype)
     texts = config_texts(model.name, model.config if config is None else config, generation_config, entries)
-    target = publishing.Target(Path(path), "model", limit, texts)
+    target = publishing.Target(local("path", path), "model", limit, texts)
     hf_writing.write(target, entries, state.plan.mesh, state.step.device, "save_pretrained")
 
 
@@ -86,7 +89,7 @@ def read_into(
     weights_only: bool = False,
 ) -> Report:
     """Fill the entries' leaves from ``path``, in place, once what is there is known to fit. Raises as ``load``."""
-    with hf_reading.open_weights(Path(path), weights_only=weights_only) as weights:
+    with hf_reading.open_weights(local("path", path), weights_only=weights_only) as weights:
         report = hf_reading.compare(entries, weights, ignored)
         if strict and report:
             raise ValueError(f"{path} does not fit the model:\n  {report}")
@@ -129,12 +132,20 @@ def config_texts(architecture: str, config: Any, generation_config: Any, entries
     return texts
 
 
+def local(argument: str, path: str | os.PathLike[str]) -> Path:
+    """A path of this machine; raises ValueError for a URL."""
+    if "://" in os.fspath(path):
+        raise ValueError(f"{argument}: {os.fspath(path)!r} is a URL, expected a path of this machine")
+    return Path(path)
+
+
 def checked(size_per_shard: Any, dtype: Any = None) -> tuple[int, torch.dtype | None]:
     """The size in bytes and the dtype, or the error that says what is wrong with them."""
-    if isinstance(size_per_shard, bool) or not isinstance(size_per_shard, (int, float)) or not size_per_shard > 0:
+    is_number = isinstance(size_per_shard, (int, float)) and not isinstance(size_per_shard, bool)
+    if not is_number or not 0 < size_per_shard < math.inf:
         raise ValueError(f"size_per_shard: {size_per_shard!r}, expected a positive number of MB")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"dtype: {dtype!r}, expected a floating-point torch.dtype, or None")
+    if dtype not in (None, *_DTYPES):
+        raise ValueError(f"dtype: {dtype!r}, expected one of {', '.join(map(str, _DTYPES))}, or None")
     return int(size_per_shard * MEBIBYTE), dtype
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,7 +193,10 @@ def _pickled(file: Path, weights_only: bool) -> Found:
             f"{file} is a pickle, which can run any code when it is read: expected safetensors. To read it with "
             "torch.load(weights_only=True), which builds tensors alone, ask for weights_only=True"
         )
-    values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    try:
+        values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{file}: it holds more than tensors, and is not read") from error
     if not isinstance(values, Mapping) or not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise ValueError(f"{file}: expected a dict of tensors by name")
     for name, value in values.items():

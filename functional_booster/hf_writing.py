@@ -23,6 +23,7 @@ from functional_booster.sharding import shards
 from functional_booster.sharding.mesh import Mesh
 
 from . import leaf_store, publishing, watchdog
+from .checkpoint.folders import sync
 from .leaf_store import Entry, Leaf, Ranks
 from .models.hf import Source
 
@@ -173,7 +174,7 @@ def _save(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]
     mode = stat.S_IMODE(file.stat().st_mode)  # as the umask says; safetensors writes for the owner alone
     save_file(tensors, file, metadata)
     file.chmod(mode)
-    publishing.sync(file)
+    sync(file)
 
 
 def _index(target: publishing.Target, files: list[list[Entry]]) -> dict[str, Any] | None:

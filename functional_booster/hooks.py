@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from functional_booster.kernels import tree
 from functional_booster.sharding.collectives import pmax
 from functional_booster.sharding.mesh import Replicated, spmd
 
-from . import checkpoint, debug, step
+from . import checkpoint, debug, step, watchdog
 from .optim.validate import check_integer
 from .state import TrainState
 
@@ -83,15 +84,24 @@ class Checkpoint:
 
     ``path`` may hold ``{step}``; without, one checkpoint is written over again, which ``save`` must do atomically.
     Parameters that are not finite are never saved: raises FloatingPointError, and the checkpoint before stays.
+
+    ``keep``: which of ``"<root>/step-{step}"`` stay, the others being removed once a newer one is complete.
+    ``measure(state)`` gives numbers that are saved along (``save(path, state, metrics=...)``), by which ``keep`` finds
+    the best. A ``checkpoint.Saving`` that ``save`` returns is waited for at the next one, and at the end.
     """
 
-    save: Callable[[str, Any], Any]
+    save: Callable[..., Any]
     path: str | os.PathLike[str]
     every: int
+    keep: checkpoint.Retention | None = None
+    measure: Callable[[Any], Scalars] | None = None
     _saved: int | None = field(default=None, init=False, repr=False)
+    _saving: checkpoint.Saving | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         check_integer("every", self.every, minimum=1)
+        if self.keep is not None and not os.fspath(self.path).endswith("/step-{step}"):
+            raise ValueError(f"path: {os.fspath(self.path)!r}, expected '<root>/step-{{step}}' where some are kept")
 
     def __call__(self, n: int, state: Any, metrics: Scalars) -> None:
         """Save where it is time."""
@@ -99,14 +109,34 @@ class Checkpoint:
             self._write(n, state)
 
     def close(self, n: int, state: Any) -> None:
-        """Save the last state, unless that has been done."""
+        """Save the last state, unless that has been done, and wait for it."""
         if state is not None and n != self._saved:
             self._write(n, state)
+        self._finish(n)
 
     def _write(self, n: int, state: Any) -> None:
         _check_params(n, state)
-        self.save(os.fspath(self.path).replace("{step}", str(n)), state)
+        self._finish(n)
+        measured = {} if self.measure is None else {"metrics": self.measure(state)}
+        saved = self.save(os.fspath(self.path).replace("{step}", str(n)), state, **measured)
         self._saved = n
+        if isinstance(saved, checkpoint.Saving):
+            self._saving = saved
+        else:
+            self._prune(n)
+
+    def _finish(self, n: int) -> None:
+        """Wait for what is being saved; only then others may go."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
+            self._prune(n)
+
+    def _prune(self, n: int) -> None:
+        if self.keep is not None:
+            with watchdog.all_or_none("retention", n):
+                if not dist.is_initialized() or dist.get_rank() == 0:
+                    checkpoint.prune(os.fspath(self.path).removesuffix("/step-{step}"), self.keep)
 
 
 class Profiler:

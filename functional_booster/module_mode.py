@@ -241,10 +241,14 @@ def _batch_norm(
         return sync_batch_norm(input, running_mean, running_var, weight, bias, momentum, eps, axes)
     if training:
         mode.written.update((id(running_mean), id(running_var)))
-    if running_mean is not None and weight is not None and weight.dtype != running_mean.dtype:
-        # Half-precision weights beside full-precision statistics: the norm is computed in the statistics' dtype.
-        weight, bias = weight.to(running_mean.dtype), None if bias is None else bias.to(running_mean.dtype)
-    return func(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    # The statistics, which a forward in training writes, stay as they are.
+    wide = running_mean.dtype if running_mean is not None else _widest(input, weight, bias)
+    operands = (value if value is None else value.to(wide) for value in (weight, bias))
+    return func(input.to(wide), running_mean, running_var, *operands, training, momentum, eps).to(input.dtype)
+
+
+def _widest(*values: torch.Tensor | None) -> torch.dtype:
+    return functools.reduce(torch.promote_types, (value.dtype for value in values if value is not None))
 
 
 def _instance_norm(
@@ -261,7 +265,9 @@ def _instance_norm(
 ) -> torch.Tensor:
     if use_input_stats:
         mode.written.update((id(running_mean), id(running_var)))
-    return func(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    wide = running_mean.dtype if running_mean is not None else _widest(input, weight, bias)
+    operands = (value if value is None else value.to(wide) for value in (weight, bias))
+    return func(input.to(wide), running_mean, running_var, *operands, use_input_stats, momentum, eps).to(input.dtype)
 
 
 def _rrelu(mode: ModuleMode, func: Any, *args: Any, training: bool = False, **kwargs: Any) -> torch.Tensor:

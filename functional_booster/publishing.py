@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import locking
+from .checkpoint.folders import sync
 
 _LEFTOVER = re.compile(r"\.[0-9a-f]{16}\.(.+)")
 
@@ -139,12 +140,3 @@ def write_text(file: Path, content: str) -> None:
     finally:
         fresh.unlink(missing_ok=True)
     sync(file.parent)
-
-
-def sync(path: Path) -> None:
-    """Have the file's, or the directory's, content on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

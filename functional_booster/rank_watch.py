@@ -145,21 +145,21 @@ class Watchdog:
             process.end()
 
     def _check(self) -> None:
-        fault = self._verdict
+        fault = self.verdict
         if fault is not None and fault.count <= self._work[0]:  # a failure in a work yet to come may be ours as well
             raise self._give_up(fault)
 
     @property
-    def _verdict(self) -> Fault | None:
+    def verdict(self) -> Fault | None:
         """The thread's, but for a failure of another rank that this one has shared since."""
         fault = self._fault
         return None if fault is not None and fault.own and fault.count in self._failed else fault
 
     def _await_verdict(self) -> Fault | None:
         until = time.monotonic() + PATIENCE
-        while self._verdict is None and time.monotonic() < until:
+        while self.verdict is None and time.monotonic() < until:
             time.sleep(0.02)
-        return self._verdict
+        return self.verdict
 
     def _give_up(self, fault: Fault) -> RankFailure:
         self._tell(fault._replace(own=False))
@@ -174,7 +174,7 @@ class Watchdog:
         """The strings of all ranks."""
         told = self._told  # which the thread drops where it is lost
         if told is None:
-            raise self._give_up(self._verdict or self._store_lost())
+            raise self._give_up(self.verdict or self._store_lost())
         keys = [f"agree/{count}/{rank}" for rank in range(self._world)]
         try:
             told.set(keys[self._rank], said)

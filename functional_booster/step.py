@@ -85,7 +85,8 @@ class Recipe:
             )
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise ValueError(f"accumulate: {self.accumulate!r}, expected a whole number of microbatches, at least 1")
-        if self.max_norm is not None and not (isinstance(self.max_norm, int | float) and self.max_norm > 0):
+        is_number = isinstance(self.max_norm, int | float) and not isinstance(self.max_norm, bool)
+        if self.max_norm is not None and not (is_number and self.max_norm > 0):
             raise ValueError(f"max_norm: {self.max_norm!r}, expected a positive number, or None for no clipping")
 
 

@@ -81,7 +81,7 @@ def prepare(config: Train, holding: contextlib.ExitStack) -> Run:
         )
         validate = _shared(data.batches(held_out, rows, config.length, 0, booster.device), booster)
         validation = [validate(index) for index in range(min(VALIDATION, len(held_out) // (rows * config.length)))]
-        model = _model(config)
+        model = model_of(config)
         schedule = schedules.cosine_warmup(peak=config.lr, total_steps=config.steps, warmup_steps=config.warmup_steps)
         tx = optim.adamw(schedule, weight_decay=config.weight_decay, mask=optim.matrices)
         described = run_folder.describe(config, text)
@@ -266,7 +266,7 @@ def _check_size(config: Train, booster: Booster, training: int, held_out: int) -
     return rows - rows % ranks
 
 
-def _model(config: Train) -> Any:
+def model_of(config: Train) -> Any:
     if config.model == "gpt2":
         return models.gpt2(
             vocab_size=data.VOCABULARY,

@@ -54,7 +54,7 @@ def data_files(path: Path) -> list[str]:
     return [file["name"] for file in checkpoint.read_manifest(path)["files"]]
 
 
-def in_a_child(work: Callable[[], None]) -> int:
+def in_a_child(work: Callable[[], object]) -> int:
     """The exit status of a process that does this work: 0, 1 where it raised, -9 where it was killed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, none of which it needs
@@ -68,7 +68,7 @@ def in_a_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def at_point(n: int, act: str, work: Callable[[], None]) -> int:
+def at_point(n: int, act: str, work: Callable[[], object]) -> int:
     """Have a child process killed, or its disk full, at the n-th time that it asks the disk for something.
 
     In the midst of a write, half of it is done before. Returns the exit status: 0 where it asked less often, 1 where it
@@ -274,7 +274,7 @@ class TestOverwriting:
     ) -> None:
         """The new manifest is in place, but its name is not synced: after a power cut the old one may be back."""
         booster.save(tmp_path, booster.init(MODEL, TX, key=fb.random.key(0)))
-        old, real = (tmp_path / "manifest.json").read_bytes(), folders._sync
+        old, real = (tmp_path / "manifest.json").read_bytes(), folders.sync
 
         def failing(path: Path) -> None:
             if (path / "manifest.json").read_bytes() != old:
@@ -282,7 +282,7 @@ class TestOverwriting:
             real(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr(folders, "_sync", failing)
+            patched.setattr(folders, "sync", failing)
             with pytest.raises(OSError, match="Input/output error"):
                 booster.save(tmp_path, state)
         new = (tmp_path / "manifest.json").read_bytes()

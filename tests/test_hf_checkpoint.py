@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,7 +269,7 @@ def test_pickles_are_read_by_the_weights_only_unpickler_alone(tmp_path: Path) ->
             return os.mkdir, (str(tmp_path / "it ran"),)
 
     torch.save({"wte": Code()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(Exception, match="Weights only load failed"):
+    with pytest.raises(ValueError, match="it holds more than tensors, and is not read"):
         hf_checkpoint.load(tmp_path, state, model, weights_only=True)
     assert not (tmp_path / "it ran").exists()
 
@@ -619,3 +620,33 @@ def test_schedulers_go_on_where_they_were(kind: str, tmp_path: Path) -> None:
     booster_io.load_lr_scheduler(again, tmp_path / "s.json")
     assert again.state_dict() == scheduler.state_dict()
     assert go(other, again, 6) == go(optimizer, scheduler, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size_per_shard": float("inf")}, "size_per_shard: inf, expected a positive number of MB"),
+        ({"dtype": torch.float8_e8m0fnu}, "dtype: torch.float8_e8m0fnu, expected one of torch.float64"),
+        ({"path": "memory://weights"}, "path: 'memory://weights' is a URL, expected a path of this machine"),
+    ],
+)
+def test_what_a_save_does_not_take_is_named(options: Any, message: str, tmp_path: Path) -> None:
+    booster, model = fb.Booster("cpu"), fb.functionalize(torch.nn.Linear(3, 2))
+    state = booster.init(model, fb.optim.sgd(0.1), key=fb.random.key(0))
+    arguments: dict[str, Any] = {"path": tmp_path / "out", **options}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        booster.save_pretrained(state=state, model=model, **arguments)
+    assert not (tmp_path / "out").exists() and not Path("memory:").exists()
+
+
+def test_a_prefix_is_no_path(tmp_path: Path) -> None:
+    booster = fb.Booster("cpu")
+    model, *_ = booster.boost(torch.nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"prefix: '\.\./up', expected a part of a file's name"):
+        booster.save_model(model, tmp_path / "out", shard=True, prefix="../up")
+
+
+def test_an_abstract_state_has_nothing_to_save(tmp_path: Path) -> None:
+    booster, model = fb.Booster("cpu"), fb.functionalize(torch.nn.Linear(3, 2))
+    with pytest.raises(TypeError, match="state: it is abstract, expected one with values"):
+        booster.save(tmp_path / "out", booster.abstract(model, fb.optim.sgd(0.1)))

@@ -818,3 +818,34 @@ def test_masters_are_switched_off() -> None:
             state, metrics = step(state, problem.batch)
             losses.append(metrics["loss"].item())
         assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["one device", "ddp", "fsdp"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8", "fp16_apex"])
+@pytest.mark.parametrize("kind", ["batch", "batch without weights", "instance"])
+def test_norms_with_statistics(kind: str, precision: str, name: str) -> None:
+    """In training and evaluation, beside half-precision inputs, on virtual ranks too: close to float32."""
+    norm: torch.nn.Module = torch.nn.BatchNorm1d(8, affine=kind == "batch")
+    if kind == "instance":
+        norm = torch.nn.Sequential(
+            torch.nn.Unflatten(1, (2, 4)), torch.nn.InstanceNorm1d(2, affine=True), torch.nn.Flatten()
+        )
+    torch.manual_seed(0)
+    model = fb.functionalize(torch.nn.Sequential(torch.nn.Linear(6, 8), norm, torch.nn.Linear(8, 1)))
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+
+    def loss(params: Any, batch: Any, key: Any, buffers: Any) -> Any:
+        out, new = model.apply(params, batch["x"], key=key, train=key is not None, buffers=buffers, mutable=True)
+        return (*fb.losses.mse(out[:, 0], batch["x"].sum(1)), {"buffers": new})
+
+    found = {}
+    for chosen in ("fp32", precision):
+        own = precision_of(chosen)
+        here = booster(name, fb.MixedPrecision(own.policy, fp8=own.fp8, autocast=own.autocast))
+        state = here.init(model, fb.optim.sgd(0.01), key=fb.random.key(0))
+        found[chosen] = [here.eval_step(loss, jit=False)(state, {"x": x})["loss"].item()]
+        for _ in range(2):
+            state, metrics = here.train_step(loss, fb.optim.sgd(0.01), jit=False)(state, {"x": x})
+            found[chosen].append(metrics["loss"].item())
+        found[chosen].append(here.eval_step(loss, jit=False)(state, {"x": x})["loss"].item())
+    assert found[precision] == pytest.approx(found["fp32"], rel=0.03)

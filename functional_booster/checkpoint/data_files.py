@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import json
 import math
+import os
 import threading
-import zlib
 from collections.abc import Generator, Iterator
 from queue import SimpleQueue
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -40,6 +41,9 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+
+_BLOCK = 4 * CHUNK  # one write: after each, the thread waits its turn among those that run Python
+_THREADS = min(4, os.cpu_count() or 1)  # a CRC-32 takes about as long as a disk
 
 
 def write(place: Folder, name: str, taken: Snapshot) -> dict[str, Any]:
@@ -69,11 +73,13 @@ def write(place: Folder, name: str, taken: Snapshot) -> dict[str, Any]:
     start = 8 + len(head)
     with place.create(name) as stream, _checksums() as (queue, sums):
         stream.write(len(head).to_bytes(8, "little") + head)
-        for chunk in itertools.chain.from_iterable(chunks(piece.values, CHUNK) for piece in pieces):
-            queue.put(chunk)
-            stream.write(chunk)
+        number = itertools.count()
+        for block in itertools.chain.from_iterable(chunks(piece.values, _BLOCK) for piece in pieces):
+            for at in range(0, len(block), CHUNK):
+                queue.put((next(number), block[at : at + CHUNK]))
+            stream.write(block)
     described: dict[str, list[dict[str, Any]]] = {}
-    in_order = iter(sums)
+    in_order = (sums[number] for number in range(len(sums)))
     for piece, at in zip(pieces, places, strict=True):
         span = [piece.start, piece.start + len(piece.values)]
         own = list(itertools.islice(in_order, -(-piece.values.nbytes // CHUNK)))
@@ -82,20 +88,28 @@ def write(place: Folder, name: str, taken: Snapshot) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _checksums() -> Generator[tuple[SimpleQueue[memoryview | None], list[int]]]:
-    """A queue for chunks, and their CRC-32s, all of them at the end: a thread computes them while others write.
+def _checksums() -> Generator[tuple[SimpleQueue[tuple[int, memoryview] | None], dict[int, int]]]:
+    """A queue for numbered chunks, and {number: CRC-32}, all of them at the end: threads compute them meanwhile.
 
     No executor's, as these take no work while the interpreter exits, when a save may be going on.
     """
-    queue: SimpleQueue[memoryview | None] = SimpleQueue()
-    sums: list[int] = []
-    thread = threading.Thread(target=lambda: sums.extend(map(zlib.crc32, iter(queue.get, None))))
-    thread.start()
+    queue: SimpleQueue[tuple[int, memoryview] | None] = SimpleQueue()
+    sums: dict[int, int] = {}
+
+    def compute() -> None:
+        for number, chunk in iter(queue.get, None):
+            sums[number] = crc32(chunk)
+
+    threads = [threading.Thread(target=compute) for _ in range(_THREADS)]
+    for thread in threads:
+        thread.start()
     try:
         yield queue, sums
     finally:
-        queue.put(None)
-        thread.join()
+        for _ in threads:
+            queue.put(None)
+        for thread in threads:
+            thread.join()
 
 
 def chunks(values: torch.Tensor, size: int) -> Iterator[memoryview]:

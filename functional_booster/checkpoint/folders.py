@@ -48,7 +48,7 @@ class Local:
         missing = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for folder in missing:
-            _sync(folder.parent)
+            sync(folder.parent)
         return bool(missing)
 
     def discard(self) -> None:
@@ -78,12 +78,12 @@ class Local:
         try:
             with self.create(fresh) as stream:
                 stream.write(content)
-            _sync(self.path)  # what the new content speaks of has its names on the disk before
+            sync(self.path)  # what the new content speaks of has its names on the disk before
             os.replace(self.path / fresh, self.path / name)
         except BaseException:
             self.remove([fresh])
             raise
-        _sync(self.path)
+        sync(self.path)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove those of the files that there are."""
@@ -92,7 +92,7 @@ class Local:
 
     def sync(self) -> None:
         """Have its names on the disk: what was removed stays so."""
-        _sync(self.path)
+        sync(self.path)
 
 
 @dataclass(frozen=True)
@@ -179,8 +179,8 @@ def folder(path: str | os.PathLike[str]) -> Folder:
     return Local(Path(inside)) if isinstance(files, LocalFileSystem) else Remote(files, inside.rstrip("/"))
 
 
-def _sync(path: Path) -> None:
-    """Have the names in a directory on the disk."""
+def sync(path: Path) -> None:
+    """Have what a file holds, or the names in a directory, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

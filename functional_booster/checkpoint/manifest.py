@@ -58,7 +58,8 @@ def read(place: Folder) -> dict[str, Any]:
         manifest = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no manifest of a checkpoint: {error}") from error
-    fits = _FITS.get(manifest.get("format")) if isinstance(manifest, dict) else None
+    form = manifest.get("format") if isinstance(manifest, dict) else None
+    fits = _FITS.get(form) if isinstance(form, str) else None
     if fits is None:
         raise ValueError(f"{file} has another format than {FORMAT!r}")
     if wrong := next((key for key, suits in fits.items() if not suits(manifest.get(key))), None):

@@ -8,11 +8,11 @@ import json
 import math
 import os
 import threading
-import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
+from zlib import crc32
 
 import torch
 
@@ -96,7 +96,7 @@ class Reader:
             chunk = wanted.view(torch.uint8) if whole else self._scratch_of(out)[:length]
             data = as_bytes(chunk)
             self._read(stream, piece.file, piece.offset + at, data)
-            if piece.sums is not None and zlib.crc32(data) != piece.sums[number]:
+            if piece.sums is not None and crc32(data) != piece.sums[number]:
                 raise ValueError(f"{self.place}: {piece.file} is damaged: its checksum does not match, in {name}")
             if not whole:
                 wanted.copy_(chunk.view(dtype)[lo - first : hi - first])
@@ -168,7 +168,7 @@ def read_tensors(path: str | os.PathLike[str], names: Iterable[str] | None = Non
 def check_size(place: Folder, file: str, size: int) -> None:
     """Raise ValueError where a data file is not there, or of another size."""
     if (found := place.size(file)) is None:
-        raise ValueError(f"{place}: {file} is missing")
+        raise ValueError(f"{place}: {file} is missing (if another process is saving here, load again)")
     if found != size:
         raise ValueError(f"{place}: {file} is damaged: {found} bytes, expected {size}")
 
@@ -177,7 +177,7 @@ def _first(place: Folder, content: Mapping[str, Any]) -> Reader:
     """A checkpoint of format 1, whose data file is verified as a whole."""
     file = content["data"]
     if place.size(file) is None:
-        raise ValueError(f"{place}: {file} is missing")
+        raise ValueError(f"{place}: {file} is missing (if another process is saving here, load again)")
     with place.open(file) as stream:
         if _sha256(stream) != content["sha256"]:
             raise ValueError(f"{place}: {file} is damaged: its checksum does not match")

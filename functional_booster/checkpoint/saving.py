@@ -95,6 +95,8 @@ def _together(state: TrainState) -> Together:
     if not isinstance(state, TrainState):
         raise TypeError(f"state: {type(state).__name__}, expected a TrainState")
     refuse_consumed(["step"], [state.step])
+    if not isinstance(state.step, torch.Tensor):
+        raise TypeError("state: it is abstract, expected one with values (booster.init makes it)")
     step, alone = int(state.step), not state.plan.mesh.across
     return lambda: watchdog.all_or_none("save", step, alone=alone)
 

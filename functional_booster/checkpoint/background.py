@@ -1,0 +1,97 @@
+"""Saves that go on in the background: one at a time, none given up, no error lost."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+
+_last: Saving | None = (
+    None  # of this process: an error must be told by the next save, or at exit, whoever has dropped it
+)
+
+
+class Saving:
+    """A checkpoint that is being written. The interpreter does not exit before it is."""
+
+    def __init__(self, path: str, write: Callable[[], None]) -> None:
+        self._path = path
+        self._error: BaseException | None = None
+        self._told = False
+        self._ended = threading.Event()
+        # No daemon, and no executor's: both would be stopped at exit.
+        threading.Thread(target=self._run, args=(write,), name=f"saving {path}", daemon=False).start()
+
+    def __repr__(self) -> str:
+        return f"Saving({self._path!r}, {'done' if self.done() else 'in progress'})"
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is on the disk; raises what kept it from it, as ``save`` does.
+
+        Raises TimeoutError where it is not over after ``timeout`` seconds.
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the checkpoint {self._path} is still being written after {timeout} s")
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _settle(self) -> None:
+        self._ended.wait()
+        if not self._told:
+            self.result()
+
+    def _report(self) -> None:
+        if self._error is not None and not self._told:
+            traceback.print_exception(self._error, file=sys.stderr)
+            print(f"(the checkpoint {self._path} was being written in the background)", file=sys.stderr)
+
+
+def start(path: str, write: Callable[[], None]) -> Saving:
+    """Have ``write()`` done by a thread, once the save before it has ended. Raises as ``settle``."""
+    global _last
+    settle()
+    _last = Saving(path, write)
+    return _last
+
+
+def settle() -> None:
+    """Wait for the save that is going on, if there is one; raises its error, unless ``result`` has raised it."""
+    global _last
+    if _last is None:
+        return
+    try:
+        _last._settle()
+    finally:
+        if _last.done():  # else Ctrl-C has ended the waiting
+            _last = None
+
+
+@atexit.register  # after all threads have ended
+def _report() -> None:
+    if _last is not None:
+        _last._report()
+
+
+def _forget() -> None:
+    global _last
+    _last = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)  # which does not have the thread
