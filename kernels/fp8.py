@@ -270,7 +270,7 @@ def by_units(
     if not by_row:
         scales = a_scale.reshape(()), b_scale.reshape(())
     elif native:
-        scales = a_scale.expand(rows, 1).contiguous(), F.pad(b_scale.expand(1, columns), (0, padded)).contiguous()
+        scales = _spread(a_scale, (rows, 1)), F.pad(_spread(b_scale, (1, columns)), (0, padded))
     else:
         scales = (a_scale.new_ones(()),) * 2
     product = torch._scaled_mm(
@@ -287,6 +287,11 @@ def by_units(
     if by_row:
         product = product * a_scale * b_scale
     return (product if bias is None else product + bias.to(torch.float32)).to(out_dtype)
+
+
+def _spread(scale: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """The scale in this shape, row-major, in the strides of dims of size 1, too."""
+    return scale.expand(shape).clone(memory_format=torch.contiguous_format)
 
 
 def _aligned(matrix: torch.Tensor, more_rows: int) -> torch.Tensor:

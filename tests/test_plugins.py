@@ -162,7 +162,8 @@ class TestOneDevice:
     @settings(max_examples=3, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def test_up_to_64_ranks(self, data: st.DataObject) -> None:
-        plugin, _ = data.draw(st.sampled_from(list(PLUGINS.values())))
+        named = {name: each for name, each in PLUGINS.items() if name != "fsdp, wrapped"}  # whose names are MODEL's
+        plugin, _ = data.draw(st.sampled_from(list(named.values())))
         mesh = virtual_mesh(**plugin.axes(4 * data.draw(st.integers(1, 16))))
         problem = data.draw(testing.problems(mesh.size))
         testing.accumulation_equals_whole_batch(plugin, mesh, problem)
