@@ -103,7 +103,8 @@ class Booster:
         may be left out, ``buffers`` asked for by name. The batch is cut along dim 0 into ``accumulate`` microbatches
         (two graphs then); gradients are summed, divided once by the summed weight, and clipped to ``max_norm``. With
         ``skip_nonfinite`` a step whose gradient norm is not finite leaves parameters, optimizer and schedule as they
-        are. With ``donate`` the new state takes over the old one's storage, and the old one is refused afterwards.
+        are; where the precision scales the loss it does so in any case. With ``donate`` the new state takes over the
+        old one's storage, and the old one is refused afterwards.
 
         ``metrics``: 0-d tensors, not yet computed when the step returns: loss, grad_norm, lr, tokens (the weight),
         skipped, loss_scale, and aux.

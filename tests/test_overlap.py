@@ -29,6 +29,8 @@ PLUGINS = {
     "ddp": fb.TorchDDPPlugin(bucket_cap_mb=0.001),
     "zero": fb.LowLevelZeroPlugin(reduce_bucket_size_in_m=0.0001),
     "fsdp": fb.TorchFSDPPlugin(),
+    "ddp, fp8": fb.TorchDDPPlugin(bucket_cap_mb=0.001, fp8_communication=True),  # a sum is two collectives
+    "fsdp, fp8": fb.TorchFSDPPlugin(fp8_communication=True),
 }
 
 
@@ -67,7 +69,8 @@ def kinds(graph: GraphModule) -> list[str]:
             return f"wait {kind(start)}"
         if "all_gather" in name:
             return "gather"
-        return "reduce" if "all_reduce" in name or "reduce_scatter" in name else None
+        reductions = ("all_reduce", "reduce_scatter", "all_to_all")  # the last one for compressed sums
+        return "reduce" if any(reduction in name for reduction in reductions) else None
 
     return [found for node in graph.graph.nodes if (found := kind(node)) is not None]
 
@@ -78,7 +81,7 @@ def test_the_graph_computes_the_same(name: str) -> None:
     overlap.overlap(after)
     after.graph.lint()  # each node stands behind what it needs
     again = sum(kind == "gather" for kind in kinds(after)) - sum(kind == "gather" for kind in kinds(before))
-    assert again == (LAYERS if name == "fsdp" else 0)  # all blocks but the last, and the tied embedding
+    assert again == (LAYERS if name.startswith("fsdp") else 0)  # all blocks but the last, and the tied embedding
 
     def described(graph: GraphModule) -> dict[str, Any]:
         """What each result is made of, by content: ops and constants down to the inputs."""
@@ -97,8 +100,9 @@ def test_the_graph_computes_the_same(name: str) -> None:
     assert described(after) == described(before)
 
 
-def test_blocks_are_asked_for_one_ahead_and_let_go() -> None:
-    graph = traced("fsdp")
+@pytest.mark.parametrize("name", ["fsdp", "fsdp, fp8"])
+def test_blocks_are_asked_for_one_ahead_and_let_go(name: str) -> None:
+    graph = traced(name)
     assert kinds(graph)[: 2 * LAYERS : 2] == ["gather"] * LAYERS  # as traced: all at once, each waited for
     order = kinds(overlap.overlap(graph))
     flying = held = 0

@@ -343,6 +343,8 @@ class TestNames:
             own = fb.FP16TorchMixedPrecision(init_scale=4.0)
             assert fb.Booster("cpu", own, kind(), mesh).precision.scaling == own.scaling
         assert fb.Booster("cpu", None, fb.TorchDDPPlugin(), fb.virtual_mesh(2)).precision == fb.MixedPrecision()
+        with pytest.raises(ValueError, match="mixed_precision: '' is not known"):
+            fb.Booster("cpu", "", fb.LowLevelZeroPlugin(), fb.virtual_mesh(2))
         with pytest.raises(TypeError, match=r"function, expected a name, .*: call it, BF16MixedPrecision\(\)"):
             fb.Booster("cpu", fb.BF16MixedPrecision)  # type: ignore[arg-type]
 
@@ -669,10 +671,12 @@ class TestImperative:
         assert loss.item() < (1.3 if precision == "fp16_naive" else 1)  # which skips its first sixteen steps
 
     def test_clipping_by_value_hides_no_overflow(self) -> None:
-        x, y = self.batch()
-        here, model, optimizer, *_ = self.boosted("fp16", "one device")
+        module = torch.nn.Linear(4, 1)
+        here = fb.Booster("cpu", fb.MixedPrecision(precision_of("fp16").policy, fb.ConstantScaling(2.0**24)))
+        model, optimizer, *_ = here.boost(module, torch.optim.SGD(module.parameters(), 0.1))
         before = model.state_dict()
-        here.backward(torch.nn.functional.mse_loss(model(x), y) * 1e6, optimizer)
+        here.backward(model(torch.ones(2, 4)).sum(), optimizer)
+        assert any(parameter.grad is not None and parameter.grad.isinf().any() for parameter in model.parameters())
         optimizer.clip_grad_by_value(1.0)
         optimizer.step()
         assert optimizer.skipped

@@ -118,7 +118,8 @@ def precision_under(plugin: Any, mixed_precision: str | Policy | MixedPrecision 
         raise ValueError(
             f"mixed_precision: {mixed_precision!r}, but the plugin's precision is {own!r}: give one of them"
         )
-    given = next((one for one in (own, mixed_precision, getattr(plugin, "DEFAULT_PRECISION", None)) if one), None)
+    named = (own, mixed_precision, getattr(plugin, "DEFAULT_PRECISION", None))
+    given = next((one for one in named if one is not None), None)
     chosen = precision_of(given)
     policy = chosen.policy
     if not getattr(plugin, "master_weights", True):
