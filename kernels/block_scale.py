@@ -78,7 +78,7 @@ def _in_blocks(x: torch.Tensor) -> torch.Tensor:
 def _reference_encode(x: torch.Tensor, fp8: torch.dtype) -> torch.Tensor:
     size, (_, exponent), limit = x.shape[-1], FORMATS[fp8], largest(x.dtype, fp8)
     blocks = _in_blocks(x.to(torch.promote_types(x.dtype, torch.float32)))
-    bits = blocks.abs().amax(-1).to(torch.float32).view(torch.int32)
+    bits = blocks.abs().amax(-1).to(torch.float32).view(torch.int32) & 0x7FFFFFFF  # the sign of a NaN is any
     scales = (((bits + _ROUND_UP) >> 23) - exponent).clamp(min=1)  # no subnormal scale
     inverse = ((254 - scales) << 23).view(torch.float32)
     scaled = blocks.clamp(-limit, limit) * inverse.unsqueeze(-1)
