@@ -9,12 +9,13 @@ device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from functional_booster.kernels import cross_entropy as kernel
 from functional_booster.kernels import graph
 from functional_booster.sharding.remat import remat
 
@@ -224,17 +225,9 @@ def _token_losses(logits: torch.Tensor, labels: torch.Tensor, options: Options) 
     logits = _masked(logits, labels, options).to(torch.promote_types(logits.dtype, torch.float32))
     if options.softcap is not None:
         logits = options.softcap * torch.tanh(logits / options.softcap)
-    return _losses_of(logits, logits.log_softmax(-1), labels, options)
-
-
-def _losses_of(logits: torch.Tensor, log_probs: torch.Tensor, labels: torch.Tensor, options: Options) -> torch.Tensor:
-    losses = F.nll_loss(log_probs, labels, ignore_index=options.ignore_index, reduction="none")
-    if options.label_smoothing:
-        even = -log_probs.mean(-1)
-        losses = (1 - options.label_smoothing) * losses + options.label_smoothing * even
-    if options.z_loss:
-        losses = losses + options.z_loss * logits.logsumexp(-1).square()
-    return torch.where(labels != options.ignore_index, losses, 0)
+    return kernel.losses_of(
+        logits, logits.log_softmax(-1), labels, options.ignore_index, options.label_smoothing, options.z_loss
+    )
 
 
 def _total(
@@ -273,7 +266,7 @@ class _Fused(torch.autograd.Function):
         losses, grad_hidden, grad_head = [], [], None
         for h, y, w in zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True):
             h = _masked(h, y, options)
-            chunk_losses, grad_logits = _losses_and_grads(F.linear(h, head), y, w, options)
+            chunk_losses, grad_logits = kernel.losses_and_grads(F.linear(h, head), y, w, *astuple(options))
             losses.append(chunk_losses)
             grad_hidden.append(_masked(grad_logits @ head, y, options))
             part = (grad_logits.mT @ h).to(w.dtype)
@@ -330,28 +323,3 @@ class _Pullback(torch.autograd.Function):
 
         grads = torch.func.vjp(pullback, cotangent, hidden, head, weights)[1](cotangents)
         return grads[0], grads[1], grads[2], None, grads[3], None, None, None, None, None
-
-
-def _losses_and_grads(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits (n, V) -> losses (n), and the gradient of their weighted sum, (n, V) in the logits' dtype.
-
-    With p the softmax of z, s the smoothing: dloss/dz = p (1 + 2 z_loss logsumexp(z)) - (1 - s) 1[y] - s / V.
-    """
-    dtype, size = logits.dtype, logits.shape[-1]
-    logits = _masked(logits, labels, options).to(weights.dtype)
-    slope = None
-    if options.softcap is not None:
-        tanh = torch.tanh(logits / options.softcap)
-        logits, slope = options.softcap * tanh, 1 - tanh.square()
-    log_probs = logits.log_softmax(-1)
-    losses = _losses_of(logits, log_probs, labels, options)
-    grads = log_probs.exp()
-    if options.z_loss:
-        grads = grads * (1 + 2 * options.z_loss * logits.logsumexp(-1, keepdim=True))
-    at_label = torch.arange(size, device=labels.device) == labels[:, None]
-    grads = torch.where(at_label, grads - (1 - options.label_smoothing), grads) - options.label_smoothing / size
-    if slope is not None:
-        grads = grads * slope
-    return losses, (grads * weights[:, None]).to(dtype)
