@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from functional_booster.kernels import random, tree
 from functional_booster.kernels.transforms import grad, grad_and_value, vjp, vmap
 from functional_booster.precision import (
@@ -22,9 +25,22 @@ from functional_booster.sharding.region import region
 from functional_booster.sharding.remat import checkpoint_name, remat
 from functional_booster.sharding.spec import P, PartitionSpec
 
-from . import data, debug, hooks, losses, lr_scheduler, models, optim, profile, schedules, trackers, visualize
+from . import (
+    data,
+    debug,
+    hooks,
+    losses,
+    lr_scheduler,
+    models,
+    optim,
+    optimizers,
+    profile,
+    schedules,
+    trackers,
+    visualize,
+)
 from .booster import Booster
-from .dataloader import prepare_dataloader
+from .dataloader import StandIn, prepare_dataloader
 from .donation import DonatedError
 from .explain import explain
 from .fit import fit
@@ -61,6 +77,7 @@ __all__ = [
     "Policy",
     "RankFailure",
     "RecompileWarning",
+    "StandIn",
     "TorchDDPPlugin",
     "TorchFSDPPlugin",
     "TrainState",
@@ -87,6 +104,7 @@ __all__ = [
     "lr_scheduler",
     "models",
     "optim",
+    "optimizers",
     "prepare_dataloader",
     "profile",
     "random",
@@ -101,3 +119,9 @@ __all__ = [
     "vjp",
     "vmap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "lora":  # imported when it is asked for: it needs peft, an extra that takes seconds to import
+        return importlib.import_module(".lora", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,21 +12,21 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, loss_call, optim, step, watchdog
+from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, optim, step, watchdog
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import ConstantScaling, MixedPrecision, Policy, cast, patterns, resumed
-from functional_booster.sharding import environment, shards
+from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, own, spmd
-from functional_booster.sharding.rows import split_rows
 
+from .eval_step import build as build_eval_step
 from .hf_reading import Report
-from .jit import jit
 from .loss_call import LossFn
 from .models.model import Model
 from .plugins import Plan, Plugin, max_norm_under, plan, precision_under
-from .state import Abstract, TrainState, assemble, check_params, disassemble, on_ranks
-from .train_step import TrainStep, build, check, guarded, off_the_tape, without_tape
+from .plugins.dataloaders import check_tail
+from .state import Abstract, TrainState, assemble, check_params, disassemble
+from .train_step import TrainStep, build, guarded, off_the_tape
 
 Tree = tree.Tree
 
@@ -100,46 +100,26 @@ class Booster:
         """The function ``(state, batch) -> (state, metrics)``: forward, backward, clipping and update, as one graph.
 
         ``loss_fn(params, batch, key)`` returns ``(sum, weight)``, ``(sum, weight, aux)`` or a mean over rows; ``key``
-        may be left out, ``buffers`` asked for by name. The batch is cut along dim 0 into ``accumulate`` microbatches
-        (two graphs then); gradients are summed, divided once by the summed weight, and clipped to ``max_norm``. With
-        ``skip_nonfinite`` a step whose gradient norm is not finite leaves parameters, optimizer and schedule as they
-        are; where the precision scales the loss it does so in any case. With ``donate`` the new state takes over the
-        old one's storage, and the old one is refused afterwards.
+        may be left out, ``buffers`` asked for by name. The batch, of any number of rows, is cut along dim 0 over the
+        data ranks, and a rank's rows into ``accumulate`` microbatches (two graphs then); gradients are summed, divided
+        once by the summed weight, and clipped to ``max_norm``. With ``skip_nonfinite`` a step whose gradient norm is
+        not finite leaves parameters, optimizer and schedule as they are; where the precision scales the loss it does
+        so in any case. With ``donate`` the new state takes over the old one's storage, and the old one is refused
+        afterwards. The step raises ValueError, naming what differs, for a state of another plugin, mesh or precision.
 
         ``metrics``: 0-d tensors, not yet computed when the step returns: loss, grad_norm, lr, tokens (the weight),
         skipped, loss_scale, and aux.
         """
         max_norm = max_norm_under(self.plan.plugin, max_norm)
         recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.precision, accumulate, max_norm, skip_nonfinite)
-        return build(recipe, jit, donate)
+        return build(recipe, self.plan, jit, donate)
 
     def eval_step(self, loss_fn: LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
         """The function ``(state, batch) -> metrics`` (loss, tokens, aux): no key, no dropout, no gradients, no change.
 
         The ``loss_fn`` of the training will do: own and functionalized models drop nothing here, ``train=True`` or not.
         """
-        precision = self.precision
-
-        def local(state: TrainState, batch: Tree) -> Replicated:
-            params = step.gathered(precision, state.plan.plugin, step.prepare(precision.policy, state))
-            with environment.bind(evaluating=True), step.computing(precision, state):
-                loss, weight, aux, _ = loss_call.evaluate(loss_fn, params, batch, None, state.buffers)
-            weighted = {name: value * weight for name, value in aux.items()}
-            sums = step.totals(step.Sums(None, loss, weight, weighted, None), state.plan.plugin.data_axes)
-            means = {name: step.mean(value, sums.weight) for name, value in sums.aux.items()}
-            return Replicated({"loss": step.mean(sums.loss, sums.weight), "tokens": sums.weight, **means})
-
-        def evaluate(state: TrainState, batch: Tree) -> step.Metrics:
-            return spmd(local, state.plan.mesh)(on_ranks(state), batch)
-
-        run = _jit(evaluate) if jit else without_tape(evaluate)
-
-        def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
-            with guarded("eval step", state):
-                check(state, batch)
-                return run(state, split_rows(batch, state.plan.mesh, state.plan.plugin.data_axes))
-
-        return eval_step
+        return build_eval_step(loss_fn, self.precision, jit)
 
     def full_params(self, state: TrainState) -> Tree:
         """The whole parameter tree in fresh storage, in the dtype it is stored in; on processes, each must call it."""
@@ -175,8 +155,10 @@ class Booster:
 
         The module's weights are copied to the Booster's device; the torch optimizer becomes the equal pure transform,
         param groups and earlier state kept. ``key`` draws dropout (by default key 0). Raises TypeError for an optimizer
-        that is not known, ValueError for one that holds other parameters.
+        that is not known, ValueError for one that holds other parameters, and for a dataloader of
+        ``prepare_dataloader`` that leaves some rank without rows at an epoch's end.
         """
+        check_tail(dataloader, self.plan)
         stream = random.key(0) if key is None else key
         boosted, handle, schedule = imperative.boost(
             model, optimizer, lr_scheduler, self.precision, self.plan, lambda pure, tx: self.init(pure, tx, key=stream)
@@ -195,6 +177,40 @@ class Booster:
         Raises TypeError where neither handle that boost returned is given.
         """
         return imperative.no_sync(model, optimizer)
+
+    def enable_lora(
+        self,
+        model: nn.Module | Model,
+        pretrained_dir: str | os.PathLike[str] | None = None,
+        lora_config: Any = None,
+        bnb_quantization_config: Any = None,
+        quantize: bool = False,
+    ) -> Any:
+        """The module with peft's adapters, new by ``lora_config`` (a peft.LoraConfig) or from ``pretrained_dir``.
+
+        Call it before ``boost``, and give the optimizer the parameters of what it returns; of a fb.Model it makes a
+        ``lora.LoraModel``. ``quantize``: frozen linear layers are stored in NF4, by torch alone. Raises as
+        ``lora.enable``, ImportError without peft, ValueError for a ``bnb_quantization_config``.
+        """
+        from . import lora  # peft is an extra, and takes seconds to import
+
+        if bnb_quantization_config is not None:
+            raise ValueError("bnb_quantization_config: there is no bitsandbytes here, expected quantize=True (NF4)")
+        return lora.enable(model, pretrained_dir, lora_config, quantize)
+
+    lora = enable_lora
+
+    def save_lora_as_pretrained(
+        self, model: imperative.BoostedModel, checkpoint: str | os.PathLike[str], use_safetensors: bool = False
+    ) -> None:
+        """Write a boosted model's active adapter to a directory, as ``PeftModel.from_pretrained`` opens it.
+
+        The tensors are safetensors, whatever ``use_safetensors``. On processes, each must call it. Raises as
+        ``lora.save_module``.
+        """
+        from . import lora
+
+        lora.save_module(model, checkpoint)
 
     def save(
         self,
@@ -269,14 +285,15 @@ class Booster:
         size_per_shard: float = 1024,
         use_safetensors: bool = False,
         use_async: bool = False,
-    ) -> None:
+    ) -> checkpoint.Saving | None:
         """Write a boosted model's weights: to one file, or, with ``shard``, to a directory of Hugging Face's form.
 
         ``size_per_shard`` in MB (2**20 bytes); ``prefix`` stands in the names of a directory's files. Files are
-        safetensors, whatever ``use_safetensors``, and complete when this returns, with ``use_async``, too. On
-        processes, each must call it. Raises as ``booster_io.save_model``.
+        safetensors, whatever ``use_safetensors``, and complete when this returns, or, with ``use_async``, when the
+        ``checkpoint.Saving`` that it returns is ``done()``. On processes, each must call it. Raises as
+        ``booster_io.save_model``.
         """
-        booster_io.save_model(model, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
+        return booster_io.save_model(model, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_async)
 
     def load_model(
         self,
@@ -304,9 +321,11 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: float = 1024,
         use_async: bool = False,
-    ) -> None:
+    ) -> checkpoint.Saving | None:
         """Write a boosted optimizer's state and param groups: files as for ``save_model``, leaves by name."""
-        booster_io.save_optimizer(optimizer, checkpoint, shard, gather_dtensor, prefix, size_per_shard)
+        return booster_io.save_optimizer(
+            optimizer, checkpoint, shard, gather_dtensor, prefix, size_per_shard, use_async
+        )
 
     def load_optimizer(
         self,
@@ -364,6 +383,7 @@ class Booster:
             loss_scale=(self.precision.scaling or ConstantScaling()).init(device),
             abstract=Abstract.of(described),
             plan=self.plan,
+            precision=self.precision,
         )
 
 
@@ -394,9 +414,6 @@ def _laid_out(
     with off_the_tape():
         storage, frozen = own(spmd(local, plan.mesh)(Replicated(params)))
         return shards.at_home(storage, pin=True), None if frozen is None else shards.at_home(frozen, pin=True)
-
-
-_jit = jit  # the methods have an argument of this name
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
+from functional_booster.sharding.rows import StandIn
+
 from .sampler import Sampler, stream, whole
 
 Batch = Any
@@ -40,6 +42,9 @@ def prepare_dataloader(
     the last batch of an epoch. ``position`` is the number of batches consumed since the start of the run, as
     ``TrainState.position`` holds it. A run goes on exactly, in the middle of an epoch too; on another number of ranks
     with the same global batch, batch_size x world_size.
+
+    Where the last batch of an epoch has fewer rows than there are ranks, a rank that has none gets a ``StandIn``, of
+    which a step counts nothing, and which a loop of one's own cannot take for a batch.
 
     What is drawn at random in making a batch (by ``dataset`` or ``collate_fn``, from the global generators of Python,
     NumPy or torch's CPU) is a function of (seed, epoch, batch, rank): workers differ, and their number changes nothing.
@@ -99,6 +104,11 @@ class Loader:
         """Batches an epoch."""
         return len(self.loader)
 
+    @property
+    def tail(self) -> int:
+        """Rows, of all ranks, of an epoch's last batch, where that has fewer than the others; 0 where there is none."""
+        return 0 if self._batches is None else self._batches.sampler.tail
+
     def set_epoch(self, epoch: int) -> None:
         """The next loop is epoch ``epoch`` (from 0); where it began in the middle of that one, it still does."""
         self.sampler.set_epoch(epoch)
@@ -150,10 +160,12 @@ class _Batches:
     collate_fn: Callable[[list[Any]], Batch]
 
     def __getitem__(self, position: SupportsIndex) -> Batch:
-        rows = self.sampler.batch_at(position)
+        own = self.sampler.batch_at(position)
+        rows = own or self.sampler.global_batch_at(position)[-1:]
         with _seeded(self.sampler.stream_at(position)):
             many = getattr(self.dataset, "__getitems__", None)  # torch's protocol for reading rows at once
-            return self.collate_fn(many(rows) if many else [self.dataset[row] for row in rows])
+            batch = self.collate_fn(many(rows) if many else [self.dataset[row] for row in rows])
+        return batch if own else StandIn(batch)
 
 
 @contextlib.contextmanager

@@ -24,11 +24,14 @@ def on_ranks(fn: Callable[[Tree, Any], tuple[Any, Tree]], plan: Plan) -> Callabl
     On a real mesh, arguments and outputs are this process's own. On a virtual mesh they are those of the global batch:
     tensors are cut along dim 0 over the data ranks (those with one row, or 0-d, go to each), and outputs are joined
     along dim 0; of 0-d outputs there is the mean over ranks, of whole numbers the sum. Raises ValueError where the
-    ranks do not divide the rows, or arguments have different numbers of them.
+    ranks do not divide the rows, or arguments have different numbers of them; of a real one that trains, where it has
+    no rows.
     """
     mesh = plan.mesh
 
     def here(values: Tree, arguments: Any) -> tuple[Any, Tree]:
+        if mesh.across and torch.is_grad_enabled():
+            _require_rows(arguments)
         kept: list[Any] = []
 
         def program(values: Tree) -> Tree:
@@ -52,6 +55,16 @@ def on_ranks(fn: Callable[[Tree, Any], tuple[Any, Tree]], plan: Plan) -> Callabl
         return torch_pytree.tree_unflatten([_joined(leaf, plan) for leaf in found], shape[0]), results
 
     return everywhere if mesh.virtual else here
+
+
+def _require_rows(arguments: Any) -> None:
+    """Raise ValueError for a batch of no rows: its mean is no number, and would make none of the mean over ranks."""
+    tensors = [leaf for leaf in torch_pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    if tensors and not any(leaf.shape[0] for leaf in tensors):
+        raise ValueError(
+            "this rank has no rows in this batch, but gradients are the mean over ranks of what each has: set "
+            "drop_last=True, or train by a train_step, which counts rows"
+        )
 
 
 def _cut(leaves: list[Any], plan: Plan) -> list[Any]:

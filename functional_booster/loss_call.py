@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from functional_booster.kernels import tree
-from functional_booster.sharding.rows import rows_of
+from functional_booster.sharding import environment
+from functional_booster.sharding.rows import StandIn, rows_of
 
 Tree = tree.Tree
 LossFn = Callable[..., Any]
@@ -17,11 +18,20 @@ RESERVED = frozenset({"loss", "grad_norm", "lr", "tokens", "skipped", "loss_scal
 
 
 def evaluate(
-    loss_fn: LossFn, params: Tree, batch: Tree, key: torch.Tensor | None, buffers: Tree
+    loss_fn: LossFn,
+    params: Tree,
+    batch: Tree,
+    key: torch.Tensor | None,
+    buffers: Tree,
+    counts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor], Tree]:
-    """Call a loss function in any of its forms: (loss sum, weight, aux scalars, new buffers)."""
+    """Call a loss function in any of its forms: (loss sum, weight, aux scalars, new buffers).
+
+    Where ``counts`` (0-d bool) is False they are 0, as their gradients are, and the buffers are those of before.
+    """
     try:
-        result = _call(loss_fn, params, batch, key, buffers)
+        with environment.bind(stands_in=counts is not None):
+            result = _call(loss_fn, params, batch, key, buffers)
     except KeyError as error:
         name = error.args[0] if error.args else None
         if isinstance(batch, Mapping) and isinstance(name, str) and name not in batch and name.isidentifier():
@@ -48,11 +58,16 @@ def evaluate(
             f"loss_fn returned aux[{sorted(taken)[0]!r}], but that is the name of a metric: choose another"
         )
     loss = loss * weight.to(loss.dtype) if len(parts) == 1 else loss
-    return loss, weight, scalars, _new_buffers(aux.get("buffers", buffers), buffers)
+    new = _new_buffers(aux.get("buffers", buffers), buffers)
+    if counts is None:
+        return loss, weight, scalars, new
+    loss, weight, scalars = tree.map(lambda value: torch.where(counts, value, 0), (loss, weight, scalars))
+    return loss, weight, scalars, tree.map(lambda after, before: torch.where(counts, after, before), new, buffers)
 
 
 def check_batch(batch: Tree, device: torch.device) -> None:
     """Raise, naming the leaf, for a batch that is no tree of tensors with one dim 0 on the state's device."""
+    batch = batch.batch if isinstance(batch, StandIn) else batch
     leaves = tree.leaves(batch)
     if leaves and all(isinstance(leaf, torch.Tensor) and leaf.device == device and leaf.dim() for leaf in leaves):
         sizes = {leaf.shape[0] for leaf in leaves}
@@ -75,7 +90,10 @@ def check_batch(batch: Tree, device: torch.device) -> None:
         (first, one), (second, other) = list(rows.items())[:2]
         raise ValueError(f"{one} has {first} rows and {other} has {second}: dim 0 of each leaf is the batch's rows")
     if not rows or 0 in rows:
-        raise ValueError("batch: no rows in it (dim 0 of each leaf is the batch's rows)")
+        raise ValueError(
+            "batch: no rows in it (dim 0 of each leaf is the batch's rows); a process whose share of a global batch is "
+            "empty hands in a StandIn, which prepare_dataloader makes"
+        )
 
 
 def _scalar(name: str, value: Any, loss: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,8 @@ from typing import SupportsIndex
 
 import numpy as np
 
+from functional_booster.sharding.rows import portion
+
 _ORDER, _MAKING = 0, 1  # what random words are for
 _ROUNDS = 24  # with ideal round functions the total variation from uniform is worst, 4e-3, at 8 examples (8! orders)
 
@@ -25,8 +27,7 @@ class Sampler:
 
     Ranks are disjoint and cover the epoch: every example is read once, none twice. The last global batch of an epoch is
     smaller where the sizes do not divide; the ranks' shares of it differ by at most one row, lower ranks have more.
-    ``drop_last`` leaves it out. All ranks have equally many batches, none of them empty: a tail of fewer rows than
-    ranks is an error. Losses that are sums and weights over rows are exact with unequal shares.
+    ``drop_last`` leaves it out. All ranks have equally many batches; in a tail of fewer rows than ranks some are empty.
 
     Raises TypeError or ValueError for an argument that is out of its range.
     """
@@ -48,22 +49,20 @@ class Sampler:
         sizes = f"batch_size {self.batch_size} x {ranks} ranks = {rows} rows"
         if self.drop_last and length < rows:
             raise ValueError(f"drop_last: {length} examples make no batch of {sizes}, so that nothing would be left")
-        if not self.drop_last and 0 < length % rows < ranks:
-            raise ValueError(
-                f"batch_size: of {length} examples in batches of {sizes}, {length % rows} are left for the last one, "
-                f"and some of the {ranks} ranks would have none; set drop_last=True, choose another batch_size, or "
-                "give the data set another number of examples"
-            )
 
     @property
     def global_batch_size(self) -> int:
         """Rows of a global batch, the last of an epoch excepted."""
         return self.batch_size * self.world_size
 
+    @property
+    def tail(self) -> int:
+        """Rows of an epoch's last global batch, where that has fewer than the others; 0 where there is none."""
+        return 0 if self.drop_last else self.length % self.global_batch_size
+
     def __len__(self) -> int:
         """Batches an epoch, the same on every rank."""
-        whole_batches, tail = divmod(self.length, self.global_batch_size)
-        return whole_batches + (tail > 0 and not self.drop_last)
+        return self.length // self.global_batch_size + (self.tail > 0)
 
     def locate(self, position: SupportsIndex) -> tuple[int, int]:
         """(epoch, number of the batch in it), both from 0, of the batch after ``position`` batches of the run."""
@@ -71,15 +70,11 @@ class Sampler:
 
     def global_batch_at(self, position: SupportsIndex) -> list[int]:
         """The examples that all ranks together read after ``position`` batches, in order of ranks."""
-        rows = self._rows(position)
-        return self._examples(position, rows.start, rows.stop)
+        return self._examples(position, self._rows(position))
 
     def batch_at(self, position: SupportsIndex) -> list[int]:
         """The examples that this rank reads after ``position`` batches of the run: its slice of the global batch."""
-        rows = self._rows(position)
-        share, more = divmod(len(rows), self.world_size)
-        start = rows.start + self.rank * share + min(self.rank, more)
-        return self._examples(position, start, start + share + (self.rank < more))
+        return self._examples(position, portion(self._rows(position), self.world_size, self.rank))
 
     def stream_at(self, position: SupportsIndex) -> int:
         """The seed, 64 bits, of what is drawn at random in making this rank's batch after ``position`` batches.
@@ -94,11 +89,11 @@ class Sampler:
         start = number * self.global_batch_size
         return range(start, min(start + self.global_batch_size, self.length))
 
-    def _examples(self, position: SupportsIndex, start: int, stop: int) -> list[int]:
+    def _examples(self, position: SupportsIndex, rows: range) -> list[int]:
         if not self.shuffle:
-            return list(range(start, stop))
+            return list(rows)
         epoch, _ = self.locate(position)
-        return shuffled(np.arange(start, stop), self.length, self.seed, epoch).tolist()
+        return shuffled(np.arange(rows.start, rows.stop), self.length, self.seed, epoch).tolist()
 
 
 def shuffled(index: np.ndarray, length: int, seed: int, epoch: int) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from functional_booster.kernels import flat, graph, tree
-from functional_booster.precision import LossScale
+from functional_booster.precision import LossScale, MixedPrecision
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated
 
@@ -48,8 +48,9 @@ class TrainState:
     trained parameters, flat where the optimizer allows it; ``frozen``: the others, or None where there is none;
     ``opt_state``: the optimizer's tree over ``storage``; ``buffers``: the model's state that is not trained; ``key``
     (2,) int32; ``loss_scale``: the loss's factor, with its counters; ``abstract``: shapes, dtypes and specs of the
-    parameters, static; ``plan``: the plugin and the mesh it is laid out over, static. On a virtual mesh the tensors of
-    storage, frozen and opt_state have the mesh's dims in front: the values of all ranks.
+    parameters, static; ``plan``: the plugin and the mesh it is laid out over, static; ``precision``: what it is trained
+    in, static. On a virtual mesh the tensors of storage, frozen and opt_state have the mesh's dims in front: the values
+    of all ranks.
     After it was donated to a step, each access raises DonatedError.
     """
 
@@ -63,6 +64,7 @@ class TrainState:
     loss_scale: LossScale
     abstract: Abstract
     plan: Plan
+    precision: MixedPrecision
 
     @property
     def params(self) -> Tree:
@@ -116,7 +118,7 @@ class TrainState:
 tree.register(
     TrainState,
     ("step", "position", "storage", "frozen", "opt_state", "buffers", "key", "loss_scale"),
-    ("abstract", "plan"),
+    ("abstract", "plan", "precision"),
 )
 
 

@@ -20,7 +20,7 @@ from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import LossScale, MixedPrecision, Policy, autocasting, cast, stochastic_round
 from functional_booster.sharding import environment, shards
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.collectives import axis_index, axis_size, pmax, pmean, psum
+from functional_booster.sharding.collectives import axis_index, axis_size, pmax, psum
 from functional_booster.sharding.mesh import own, spmd
 
 from .loss_call import LossFn, evaluate
@@ -36,6 +36,7 @@ _ROUNDING = 1 << 61  # folded into a step's key for rounding: no place in the ba
 class Sums:
     """What microbatches add up to: gradients, loss sum, weight, aux times weight, and the newest buffers.
 
+    ``counted``: how many of this rank's microbatches counted (0-d float64).
     Where the loss is scaled, the gradients are those of its mean, over ``share`` (the weight a data rank has on
     average), so that their range is the mean's, too; else ``share`` is None, and they are those of the sum.
     """
@@ -45,10 +46,11 @@ class Sums:
     weight: torch.Tensor
     aux: dict[str, torch.Tensor]
     buffers: Tree
+    counted: torch.Tensor | float = 1.0
     share: torch.Tensor | None = None
 
 
-tree.register(Sums, ("grads", "loss", "weight", "aux", "buffers", "share"))
+tree.register(Sums, ("grads", "loss", "weight", "aux", "buffers", "counted", "share"))
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,17 @@ class Recipe:
 
 
 def gradients(
-    recipe: Recipe, state: TrainState, prepared: Prepared, batch: Tree, microbatch: int | torch.Tensor = 0
+    recipe: Recipe,
+    state: TrainState,
+    prepared: Prepared,
+    batch: Tree,
+    microbatch: int | torch.Tensor = 0,
+    counts: torch.Tensor | None = None,
 ) -> Sums:
     """Gradients of the loss sum with respect to what was prepared, reduced as the plugin does, and the sums beside it.
 
-    Rows of one place in the global batch have one key, however many ranks and microbatches it is split into.
+    Rows of one place in the global batch have one key, however many ranks and microbatches it is split into. All is 0
+    of a rank on which ``counts`` (0-d bool) is False; its collectives are those of the others.
     """
     plugin, axes = state.plan.plugin, state.plan.plugin.data_axes
     place = axis_index(axes) * recipe.accumulate + microbatch if axes else microbatch
@@ -104,7 +112,7 @@ def gradients(
     def objective(trained: flat.Flat) -> tuple[torch.Tensor, Any]:
         params = gathered(recipe.precision, plugin, Prepared(trained, prepared.frozen))
         with computing(recipe.precision, state):
-            loss, weight, aux, buffers = evaluate(recipe.loss_fn, params, batch, key, state.buffers)
+            loss, weight, aux, buffers = evaluate(recipe.loss_fn, params, batch, key, state.buffers, counts)
         if recipe.precision.scaling is None:
             return loss, (loss, weight, aux, buffers, None)
         scaled, share = _scaled_loss(loss, weight, state.loss_scale, axes)
@@ -115,7 +123,8 @@ def gradients(
     )
     grads = plugin.reduce(grads, recipe.policy)
     grads = cast(grads, recipe.policy.accumulate) if recipe.accumulate > 1 else grads
-    return Sums(grads, loss, weight, {name: value * weight for name, value in aux.items()}, buffers, share)
+    counted = torch.ones_like(weight) if counts is None else counts.to(weight.dtype)
+    return Sums(grads, loss, weight, {name: value * weight for name, value in aux.items()}, buffers, counted, share)
 
 
 @contextlib.contextmanager
@@ -176,12 +185,12 @@ def zeros(described: Sums, state: TrainState) -> Sums:
 
 def add(sums: Sums, more: Sums) -> Sums:
     """The sums of both; buffers are the later ones."""
-    loss, weight, aux = tree.map(torch.add, *((s.loss, s.weight, s.aux) for s in (sums, more)))
+    loss, weight, aux, counted = tree.map(torch.add, *((s.loss, s.weight, s.aux, s.counted) for s in (sums, more)))
     if sums.share is None or more.share is None:
-        return Sums(tree.map(torch.add, sums.grads, more.grads), loss, weight, aux, more.buffers)
+        return Sums(tree.map(torch.add, sums.grads, more.grads), loss, weight, aux, more.buffers, counted)
     share = sums.share + more.share
     grads = tree.map(lambda a, b: a * (sums.share / share) + b * (more.share / share), sums.grads, more.grads)
-    return Sums(grads, loss, weight, aux, more.buffers, share)
+    return Sums(grads, loss, weight, aux, more.buffers, counted, share)
 
 
 def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
@@ -194,10 +203,10 @@ def totals(sums: Sums, axes: tuple[str, ...]) -> Sums:
     return replace(sums, loss=loss, weight=weight, aux=aux)
 
 
-def agreed(new: Tree, old: Tree, axes: tuple[str, ...]) -> Tree:
-    """Buffers that all data ranks have: ``old`` plus the mean of what each changed, in one pmean; the most counted.
+def agreed(new: Tree, old: Tree, axes: tuple[str, ...], counted: torch.Tensor | float = 1.0) -> Tree:
+    """Buffers that all data ranks have: ``old`` plus the mean of what each changed, in one psum; the most counted.
 
-    What no rank changed stays to the bit.
+    The mean is over the ranks of which microbatches ``counted``. What no rank changed stays to the bit.
     """
     leaves, structure = tree.flatten(new)
     before = tree.leaves(old)
@@ -207,7 +216,9 @@ def agreed(new: Tree, old: Tree, axes: tuple[str, ...]) -> Tree:
     if floats:
         pairs = [(leaves[place].to(torch.float64), before[place].to(torch.float64)) for place in floats]
         changes = [torch.where(leaf == was, 0, leaf - was).reshape(-1) for leaf, was in pairs]
-        means = pmean(torch.cat(changes), axes).split([change.numel() for change in changes])
+        has_rows = (torch.as_tensor(counted, dtype=torch.float64, device=changes[0].device) > 0).to(torch.float64)
+        *sums, ranks = psum(torch.cat([*changes, has_rows.reshape(1)]), axes).split([*map(torch.numel, changes), 1])
+        means = [total / ranks for total in sums]
         for place, mean, (leaf, was) in zip(floats, means, pairs, strict=True):
             leaves[place] = (was + mean.view(leaf.shape)).to(leaves[place].dtype)
     counters = [leaf if leaf.is_floating_point() or leaf.is_complex() else pmax(leaf, axes) for leaf in leaves]
@@ -232,7 +243,7 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
         raise
     storage = plugin.settle(_applied(recipe.precision, state, updates), state.step + 1)
     finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
-    buffers = agreed(sums.buffers, state.buffers, plugin.data_axes)
+    buffers = agreed(sums.buffers, state.buffers, plugin.data_axes, sums.counted)
     skips = recipe.skip_nonfinite or scaling is not None
     if skips:
         new, old = (storage, opt_state, buffers), (state.storage, state.opt_state, state.buffers)

@@ -40,7 +40,8 @@ class Environment:
     ``axes``: the mesh axes, in order. ``data_axes``: those over which the batch is split. ``outline``: a jit traces, so
     regions become opaque calls. ``marks``: a joint graph is traced to be cut, so named values leave a mark in it.
     ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train`` says. ``compute``: the dtype that
-    floating-point inputs of functionalized modules are cast to.
+    floating-point inputs of functionalized modules are cast to. ``stands_in``: the rows here count nothing, as others
+    stand in for some that a rank lacks; on a virtual mesh, those of some ranks.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -49,11 +50,13 @@ class Environment:
     marks: bool = False
     evaluating: bool = False
     compute: torch.dtype | None = None
+    stands_in: bool = False
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What a graph traced in this environment depends on, hashable."""
-        return (self.data_axes, self.outline, self.evaluating, self.compute, *(axis.key for axis in self.axes))
+        flags = (self.outline, self.evaluating, self.stands_in)
+        return (self.data_axes, *flags, self.compute, *(axis.key for axis in self.axes))
 
     @property
     def indices(self) -> tuple[torch.Tensor, ...]:

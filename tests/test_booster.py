@@ -442,9 +442,23 @@ class TestBadInput:
         with pytest.raises(KeyError, match=r"loss_fn looked for 'y', which is not in the batch: it has \['x'\]"):
             booster.train_step(loss_fn, TX, jit=False)(state, {"x": rows(2)["x"]})
 
-    def test_rows_that_do_not_divide(self, booster: fb.Booster, state: fb.TrainState) -> None:
-        with pytest.raises(ValueError, match="5 rows cannot be split into accumulate=2"):
-            booster.train_step(loss_fn, TX, accumulate=2)(state, rows(5))
+    def test_a_state_of_another_booster(self, booster: fb.Booster) -> None:
+        step = booster.train_step(loss_fn, TX)
+        plugin, mesh = fb.TorchDDPPlugin(), fb.virtual_mesh(2)
+        for other, message in (
+            (fb.Booster("cpu", "bf16"), r"mixed_precision\.policy: Policy\(.*bfloat16.*, expected Policy\("),
+            (fb.Booster("cpu", "fp16"), r"mixed_precision\.scaling: DynamicScaling\(.*, expected None"),
+            (
+                fb.Booster("cpu", None, plugin, mesh),
+                r"plugin: TorchDDPPlugin\(\), expected SingleDevice.*\n.*mesh: mesh\(dp=2",
+            ),
+        ):
+            state = other.init(MODEL, TX, key=fb.random.key(0))
+            with pytest.raises(ValueError, match=rf"(?s)state: not one of the step's Booster .*{message}"):
+                step(state, rows(4))
+            assert int(state.step) == 0  # not consumed
+        same = fb.Booster("cpu", "fp32").init(MODEL, TX, key=fb.random.key(0))
+        assert int(step(same, rows(4))[0].step) == 1
 
     @pytest.mark.parametrize(
         ("returned", "message"),

@@ -93,6 +93,21 @@ def test_virtual_ranks_equal_processes() -> None:
     run_on_ranks(2, laws_hold, "fsdp")
 
 
+UNEVEN = ((1, 1), (3, 2))  # rows, microbatches: a rank has no rows, or none in one of its microbatches
+
+
+def laws_hold_for_uneven_batches(name: str) -> None:
+    for rows, accumulate in UNEVEN:
+        plugin = PLUGINS[name](dist.get_world_size())
+        testing.virtual_equals_real(plugin, None, testing.small(rows, seed=1), accumulate=accumulate)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in PLUGINS), ("zero2", 4)])
+def test_uneven_batches_equal_those_of_virtual_ranks(name: str, ranks: int) -> None:
+    """Jitted and eager, with dropout: a rank without rows takes part, and counts nothing."""
+    run_on_ranks(ranks, laws_hold_for_uneven_batches, name)
+
+
 class ReadsItsRankElsewhere(fb.TorchDDPPlugin):
     def sync(self, grads: Any, policy: Any) -> Any:
         return super().sync(fb.tree.map(lambda buffer: buffer * (1 + dist.get_rank()), grads), policy)

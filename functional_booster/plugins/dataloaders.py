@@ -12,7 +12,7 @@ from functional_booster.dataloader import Loader
 from functional_booster.sampler import whole
 from functional_booster.sharding.mesh import Mesh
 
-from .plugin import Plugin, plan
+from .plugin import Plan, Plugin, plan
 
 
 def prepare_dataloader(
@@ -38,12 +38,12 @@ def prepare_dataloader(
     arguments are ``fb.prepare_dataloader``'s; what is drawn at random in making a batch follows the process that makes
     it.
 
-    Raises TypeError or ValueError as that does, and ValueError for a last batch that virtual ranks do not divide.
+    Raises TypeError or ValueError as that does.
     """
     laid_out = _placed(self) if mesh is None else plan(self, mesh, "cpu").mesh
-    ranks, (which, readers) = laid_out.extent(self.data_axes), share(laid_out, self.data_axes)
-    together = ranks // readers  # data ranks that this process reads for
-    loader = dataloader.prepare_dataloader(
+    which, readers = share(laid_out, self.data_axes)
+    together = laid_out.extent(self.data_axes) // readers  # data ranks that this process reads for
+    return dataloader.prepare_dataloader(
         dataset,
         whole("batch_size", batch_size, 1) * together,
         shuffle,
@@ -57,14 +57,18 @@ def prepare_dataloader(
         position=position,
         **kwargs,
     )
-    tail = len(dataset) % (batch_size * ranks)
-    if tail % together and not drop_last:
+
+
+def check_tail(loader: Any, plan: Plan) -> None:
+    """Raise ValueError for a Loader whose last batch an imperative loop refuses: some rank has no row of it (on a
+    virtual mesh, fewer than others), while gradients are means over ranks."""
+    tail, ranks = getattr(loader, "tail", 0), plan.mesh.extent(plan.plugin.data_axes)
+    if (plan.mesh.across and 0 < tail < ranks) or (plan.mesh.virtual and tail % ranks):
         raise ValueError(
-            f"batch_size: of {len(dataset)} examples in batches of batch_size {batch_size} x {ranks} ranks = "
-            f"{batch_size * ranks} rows, {tail} are left for the last one, which the {ranks} virtual ranks do not "
-            "divide; set drop_last=True, choose another batch_size, or give the data set another number of examples"
+            f"dataloader: an epoch's last batch has {tail} rows for {ranks} data-parallel ranks; an imperative loop "
+            "needs rows on each (on virtual ones equally many): set drop_last=True or another batch_size, or train by "
+            "a train_step"
         )
-    return loader
 
 
 def share(mesh: Mesh, axes: tuple[str, ...]) -> tuple[int, int]:

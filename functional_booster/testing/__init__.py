@@ -26,6 +26,7 @@ from .laws import (
     resume_equals_never_stopped,
     step_equals_one_device,
     traced,
+    uneven_batches_equal_one_device,
     unshard_inverts_shard,
     virtual_equals_real,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "step_equals_one_device",
     "traced",
     "trees",
+    "uneven_batches_equal_one_device",
     "unshard_inverts_shard",
     "virtual_equals_real",
 ]

@@ -1,13 +1,14 @@
 """Laws: what must hold for every plugin, mesh and model. Each raises AssertionError, and says which faults it finds.
 
-``mesh`` is a virtual mesh with the plugin's axes; ``problem.batch`` is the global batch, whose rows ``accumulate``
-times the number of data ranks divides. The error names law, plugin, mesh, leaf and difference.
+``mesh`` is a virtual mesh with the plugin's axes; ``problem.batch`` is the global batch, of any number of rows where a
+law does not say more. The error names law, plugin, mesh, leaf and difference.
 """
 
 from __future__ import annotations
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,12 +19,14 @@ import torch
 
 from functional_booster import checkpoint
 from functional_booster.booster import Booster
+from functional_booster.jit import RecompileWarning
 from functional_booster.kernels import graph, tree
 from functional_booster.kernels.flat import Flat
 from functional_booster.plugins import Plugin, TorchFSDPPlugin
+from functional_booster.plugins.dataloaders import share
 from functional_booster.sharding.collectives import all_gather, psum
 from functional_booster.sharding.mesh import Mesh, Replicated, spmd, virtual_mesh
-from functional_booster.sharding.rows import split_rows
+from functional_booster.sharding.rows import StandIn, portion, rows_of
 from functional_booster.state import TrainState
 
 from .problem import Problem
@@ -55,8 +58,9 @@ def step_equals_one_device(plugin: Plugin, mesh: Mesh, problem: Problem, *, accu
     """Steps under the plugin equal steps on one device that accumulates the same microbatches, to rounding.
 
     Loss, norm, weight, aux, parameters and the whole optimizer state, dropout included: a row has the key of its place
-    in the global batch. Finds: a sum over ranks that is missing, averaged, taken twice or over the wrong axes; a part
-    that meets another rank's gradient; a norm that counts a leaf twice or misses ranks; ranks that drop alike.
+    in the global batch, whose rows ``accumulate`` times the number of data ranks must divide here. Finds: a sum over
+    ranks that is missing, averaged, taken twice or over the wrong axes; a part that meets another rank's gradient; a
+    norm that counts a leaf twice or misses ranks; ranks that drop alike.
     """
     case = _Case("step == one device", plugin, mesh)
     got = _train(Booster(problem.device, "fp32", plugin=plugin, mesh=mesh), problem, accumulate)
@@ -75,6 +79,22 @@ def accumulation_equals_whole_batch(plugin: Plugin, mesh: Mesh, problem: Problem
     got = _train(Booster(problem.device, "fp32", plugin=plugin, mesh=mesh), sure, accumulate)
     whole = _train(Booster(problem.device), sure, 1)
     case.require_equal(_compared(problem, *got), _compared(problem, *whole), TOLERANCE)
+
+
+def uneven_batches_equal_one_device(plugin: Plugin, mesh: Mesh, problem: Problem, *, accumulate: int = 1) -> None:
+    """Batches of one row, of a row less or more than ranks, and of all but one: one device's steps, to rounding.
+
+    Without dropout; train and eval step. Finds: ranks without rows that count, or whose gradients do; rows that are
+    left out, or taken twice to fill up; ranks and microbatches that weigh alike though one has a row more.
+    """
+    case = _Case("uneven batch == one device", plugin, mesh)
+    sure = replace(problem, loss_fn=lambda params, batch: problem.loss_fn(params, batch, None))
+    booster, alone = Booster(problem.device, "fp32", plugin=plugin, mesh=mesh), Booster(problem.device)
+    rows, ranks = rows_of(problem.batch), mesh.extent(plugin.data_axes)
+    for number in sorted({1, ranks - 1, ranks + 1, rows - 1} & {*range(1, rows)}):
+        few = replace(sure, batch=_portion_of(problem.batch, range(number)))
+        got, expected = (_trained_and_evaluated(*each, few) for each in ((booster, accumulate), (alone, 1)))
+        case.require_equal(got, expected, TOLERANCE, f"{number} rows")
 
 
 def jit_equals_eager(
@@ -163,8 +183,10 @@ def virtual_equals_real(
     expected = _compared(
         problem, *_train(Booster(problem.device, "fp32", plugin=plugin, mesh=virtual), problem, accumulate)
     )
-    mine = tree.map(lambda leaf: _of_rank(leaf, real), split_rows(problem.batch, virtual, plugin.data_axes))
-    local = replace(problem, batch=mine)
+    which, ranks = share(real, plugin.data_axes)
+    mine = portion(range(rows_of(problem.batch)), ranks, which)
+    part = _portion_of(problem.batch, mine or range(1))
+    local = replace(problem, batch=part if mine else StandIn(part))
     for jit in (False, True):
         with contextlib.nullcontext() if compiled else traced():
             state, metrics = _train(booster, local, accumulate, jit=jit)
@@ -179,6 +201,7 @@ LAWS = (
     unshard_inverts_shard,
     step_equals_one_device,
     accumulation_equals_whole_batch,
+    uneven_batches_equal_one_device,
     replicas_are_equal,
     jit_equals_eager,
     load_inverts_save,
@@ -255,10 +278,18 @@ def _train(
         problem.loss_fn, problem.tx, accumulate=accumulate, max_norm=problem.max_norm, jit=jit, donate=jit
     )
     history = []
-    for _ in range(steps):
-        state, metrics = step(state, problem.batch)
-        history.append(metrics)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecompileWarning)  # an uneven batch has microbatches of two sizes
+        for _ in range(steps):
+            state, metrics = step(state, problem.batch)
+            history.append(metrics)
     return state, history
+
+
+def _trained_and_evaluated(booster: Booster, accumulate: int, problem: Problem) -> Values:
+    state, history = _train(booster, problem, accumulate)
+    metrics = booster.eval_step(problem.loss_fn, jit=False)(state, problem.batch)
+    return _compared(problem, state, [*history, metrics])
 
 
 def _compared(problem: Problem, state: TrainState, history: list[dict[str, torch.Tensor]]) -> Values:
@@ -298,6 +329,5 @@ def _counted(node: Any, count: Any) -> Any:
     return {name: None if leaf is None else count(leaf, axes[name]) for name, leaf in node.buffers.items()}
 
 
-def _of_rank(leaf: Any, mesh: Mesh) -> torch.Tensor:
-    """A real rank's part of what ``split_rows`` makes for a virtual mesh."""
-    return leaf.value if isinstance(leaf, Replicated) else leaf[mesh.place]
+def _portion_of(batch: Tree, rows: range) -> Tree:
+    return tree.map(lambda leaf: leaf[rows.start : rows.stop] if leaf.dim() else leaf, batch)
