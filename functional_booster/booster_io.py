@@ -5,12 +5,13 @@ Models are Hugging Face's form (``hf_checkpoint``); an optimizer's state is the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -19,13 +20,16 @@ import torch.distributed as dist
 from functional_booster.kernels import tree
 from functional_booster.kernels.flat import Flat
 
-from . import hf_checkpoint, hf_reading, hf_writing, leaf_store, publishing, watchdog
+from . import hf_checkpoint, hf_entries, hf_reading, hf_writing, publishing, watchdog
 from .boosted_model import BoostedModel
 from .boosted_optimizer import BoostedOptimizer
+from .checkpoint import Saving, background, leaves
+from .checkpoint.folders import Folder, file, folder
+from .checkpoint.leaves import Leaf
+from .hf_entries import Entry
 from .hf_reading import Report
 from .imperative import BoostedScheduler
 from .imperative_run import Run
-from .leaf_store import Entry, Leaf
 from .models.hf import state_names
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -39,11 +43,15 @@ def save_model(
     gather_dtensor: bool = True,
     prefix: str | None = None,
     size_per_shard: float = 1024,
-) -> None:
+    use_async: bool = False,
+) -> Saving | None:
     """Write a boosted model's present weights and buffers: to one safetensors file, or, with ``shard``, a directory.
 
-    The directory is as ``hf_checkpoint.save`` writes it. On processes, each must call this. Raises TypeError for what
-    is no boosted model, ValueError for the name of a pickle, OSError where it cannot be written.
+    The directory is as ``hf_checkpoint.save`` writes it; both may be fsspec URLs. With ``use_async`` it returns once
+    the weights of this rank's files are in the host's memory, with a handle on the writing (``result()``, ``done()``):
+    training may go on; what goes wrong is raised by the next save or load, and exit waits. On processes, each must call
+    this. Raises TypeError for what is no boosted model, ValueError for the name of a pickle, OSError where it cannot be
+    written.
     """
     run = _run_of(model, BoostedModel, "model")
     entries = _model_entries(run)
@@ -53,7 +61,7 @@ def save_model(
         generation = getattr(run.module, "generation_config", None)
         texts = hf_checkpoint.config_texts(run.model.name, run.model.config, generation, entries)
     target = _target(checkpoint, "model", shard, limit, gather_dtensor, prefix, texts=texts)
-    hf_writing.write(target, entries, run.plan.mesh, run.state.step.device, "save_model")
+    return hf_writing.write(target, entries, run.plan.mesh, run.state.step.device, "save_model", use_async=use_async)
 
 
 def load_model(model: BoostedModel, checkpoint: Path_, strict: bool = True, weights_only: bool = False) -> Report:
@@ -66,6 +74,7 @@ def load_model(model: BoostedModel, checkpoint: Path_, strict: bool = True, weig
     """
     run = _run_of(model, BoostedModel, "model")
     with run.all_or_none("load_model"):
+        background.settle()
         return hf_checkpoint.read_into(
             checkpoint, _model_entries(run), lambda name: False, strict=strict, weights_only=weights_only
         )
@@ -78,18 +87,19 @@ def save_optimizer(
     gather_dtensor: bool = True,
     prefix: str | None = None,
     size_per_shard: float = 1024,
-) -> None:
+    use_async: bool = False,
+) -> Saving | None:
     """Write a boosted optimizer's state, whole tensors by name, and its param groups: files as for ``save_model``."""
     run = _run_of(optimizer, BoostedOptimizer, "optimizer")
     limit, _ = hf_checkpoint.checked(size_per_shard)
     state = run.state.opt_state.inner
     places = {path: (name, leaf) for name in sorted(state) for path, leaf in _named(name, state[name]).items()}
-    leaves = {path: _state_leaf(run, *place) for path, place in places.items()}
+    found = {path: _state_leaf(run, *place) for path, place in places.items()}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     plain = [_plain(group, f"param_groups[{place}]") for place, group in enumerate(groups)]
-    entries = hf_checkpoint.entries_of(leaves, dict(zip(leaves, leaves, strict=True)), None)
     target = _target(checkpoint, "optimizer", shard, limit, gather_dtensor, prefix, metadata={"param_groups": plain})
-    hf_writing.write(target, entries, run.plan.mesh, run.state.step.device, "save_optimizer")
+    entries, device = hf_entries.of_leaves(found), run.state.step.device
+    return hf_writing.write(target, entries, run.plan.mesh, device, "save_optimizer", use_async=use_async)
 
 
 def load_optimizer(optimizer: BoostedOptimizer, checkpoint: Path_) -> None:
@@ -98,10 +108,10 @@ def load_optimizer(optimizer: BoostedOptimizer, checkpoint: Path_) -> None:
     Raises as ``load_model``, strictly; the param groups are as before then.
     """
     run = _run_of(optimizer, BoostedOptimizer, "optimizer")
-    with (
-        optimizer.loading("load_optimizer"),
-        hf_reading.open_weights(hf_checkpoint.local("checkpoint", checkpoint), "optimizer") as weights,
-    ):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(optimizer.loading("load_optimizer"))
+        background.settle()
+        weights = stack.enter_context(hf_reading.open_weights(checkpoint, "optimizer"))
         groups = weights.metadata.get("param_groups")
         groups = json.loads(groups) if isinstance(groups, str) else groups
         if not isinstance(groups, list):
@@ -112,10 +122,12 @@ def load_optimizer(optimizer: BoostedOptimizer, checkpoint: Path_) -> None:
                 {key: _restored(value, mine.get(key)) for key, value in group.items()}
                 for group, mine in zip(groups, now, strict=True)
             ]
-        state, places = optimizer.fitted(weights.shapes, groups)
-        leaves = {path: _state_leaf(run, *place) for path, place in places.items()}
-        entries = hf_checkpoint.entries_of(leaves, dict(zip(leaves, leaves, strict=True)), None)
-        hf_reading.fill(entries, weights)
+        state, places = optimizer.fitted({name: shape for name, (shape, _) in weights.tensors.items()}, groups)
+        entries = hf_entries.of_leaves({path: _state_leaf(run, *place) for path, place in places.items()})
+        report, fits = hf_reading.compare(entries, weights, lambda name: False)
+        if report:
+            raise ValueError(f"{checkpoint} does not fit the optimizer:\n  {report}")
+        hf_reading.fill(fits, weights)
     run.state = run.state.replace(opt_state=state)
 
 
@@ -124,20 +136,24 @@ def save_lr_scheduler(lr_scheduler: Any, checkpoint: Path_) -> None:
 
     Raises TypeError, naming it, for a value that JSON cannot hold.
     """
-    file = _file(checkpoint)
+    place, name = _file(checkpoint)
     with watchdog.all_or_none("save_lr_scheduler", alone=_is_alone(lr_scheduler)):
+        background.settle()
         content = json.dumps(_plain(_scheduler_state(lr_scheduler), "lr_scheduler"), indent=1)
         if _is_alone(lr_scheduler) or not dist.is_initialized() or dist.get_rank() == 0:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            publishing.write_text(file, content)
+            place.make()
+            place.put(name, content.encode())
 
 
 def load_lr_scheduler(lr_scheduler: Any, checkpoint: Path_) -> None:
     """Load what ``save_lr_scheduler`` wrote; raises ValueError for another scheduler's, before anything is loaded."""
     with watchdog.all_or_none("load_lr_scheduler", alone=_is_alone(lr_scheduler)):
+        background.settle()
         now = _scheduler_state(lr_scheduler)
         try:
-            given = json.loads(hf_checkpoint.local("checkpoint", checkpoint).read_text(encoding="utf-8"))
+            place, name = file(checkpoint)
+            with place.open(name) as stream:
+                given = json.loads(stream.read())
         except ValueError as error:
             raise ValueError(f"{checkpoint} is no state of a scheduler: {error}") from error
         if not isinstance(given, dict) or given.keys() != _plain(now, "lr_scheduler").keys():
@@ -158,8 +174,8 @@ def _model_entries(run: Run) -> list[Entry]:
     mesh = run.plan.mesh
     stored = run.laid_out({name: leaf.detach() for name, leaf in run.parameters.items()})
     others = {name: leaf.detach() for name, leaf in run.parameters.items() if name not in run.buckets}
-    leaves = leaf_store.leaves(stored, mesh) | hf_checkpoint.plain_leaves({**others, **run.state.buffers}, mesh)
-    return hf_checkpoint.entries_of(leaves, state_names(run.module), None)
+    found = leaves.of_flat(stored, mesh) | hf_entries.plain({**others, **run.state.buffers}, mesh)
+    return hf_entries.of_leaves(found, state_names(run.module))
 
 
 def _state_leaf(run: Run, name: str, tensor: torch.Tensor) -> Leaf:
@@ -167,7 +183,7 @@ def _state_leaf(run: Run, name: str, tensor: torch.Tensor) -> Leaf:
     layout, bucket, mesh = run.state.storage.layout, run.buckets[name], run.plan.mesh
     shape = tuple(run.whole_shape(name, tensor))
     if tensor.dim() > (len(mesh.axes) if mesh.virtual else 0):
-        return leaf_store.leaves(Flat({**dict.fromkeys(layout.buckets), bucket: tensor}, layout), mesh)[name]
+        return leaves.of_flat(Flat({**dict.fromkeys(layout.buckets), bucket: tensor}, layout), mesh)[name]
     return Leaf(shape, tensor, mesh, mesh.virtual)
 
 
@@ -186,26 +202,24 @@ def _target(
 ) -> publishing.Target:
     if gather_dtensor is not True:
         raise ValueError(f"gather_dtensor: {gather_dtensor!r}, expected True: these files hold whole tensors")
-    if prefix is not None and (not isinstance(prefix, str) or not prefix or Path(prefix).name != prefix):
+    if prefix is not None and (not isinstance(prefix, str) or not prefix or PurePath(prefix).name != prefix):
         raise ValueError(f"prefix: {prefix!r}, expected a part of a file's name, or None")
     if shard:
-        return publishing.Target(
-            hf_checkpoint.local("checkpoint", checkpoint), f"{stem}.{prefix}" if prefix else stem, limit, **beside
-        )
-    file = _file(checkpoint)
-    if file.is_dir():
-        raise FileExistsError(f"{file} is a directory: expected a file, or shard=True")
-    return publishing.Target(file.parent, file.stem, suffix=file.suffix, **beside)
+        return publishing.Target(folder(checkpoint), f"{stem}.{prefix}" if prefix else stem, limit, **beside)
+    place, name = _file(checkpoint)
+    if (given := folder(checkpoint)).exists() and not given.is_file():
+        raise FileExistsError(f"{given} is a directory: expected a file, or shard=True")
+    return publishing.Target(place, PurePath(name).stem, suffix=PurePath(name).suffix, **beside)
 
 
-def _file(checkpoint: Path_) -> Path:
-    file = hf_checkpoint.local("checkpoint", checkpoint)
-    if file.suffix in _PICKLES:
+def _file(checkpoint: Path_) -> tuple[Folder, str]:
+    place, name = file(checkpoint)
+    if PurePath(name).suffix in _PICKLES:
         raise ValueError(
-            f"checkpoint: {file.name!r} is named as a pickle, which is never written: loading one can run any code. "
-            f"Name it {file.with_suffix('.safetensors').name!r}, or .json for a scheduler"
+            f"checkpoint: {name!r} is named as a pickle, which is never written: loading one can run any code. "
+            f"Name it {PurePath(name).with_suffix('.safetensors').name!r}, or .json for a scheduler"
         )
-    return file
+    return place, name
 
 
 def _is_alone(lr_scheduler: Any) -> bool:

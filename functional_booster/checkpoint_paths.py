@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from . import checkpoint, run_folder
-from .checkpoint.folders import folder
+from .checkpoint.folders import Folder, file, folder
 
 
 def native(path: str) -> str | None:
@@ -20,15 +20,23 @@ def native(path: str) -> str | None:
     return checkpoint.latest(path)
 
 
-def safetensors(path: str) -> list[Path]:
-    """The files of weights in Hugging Face's form: ``path`` itself, or those in it. Raises FileNotFoundError."""
-    place = Path(path)
+def safetensors(path: str) -> tuple[Folder, list[str]]:
+    """The folder and the names of files of weights in Hugging Face's form: ``path`` itself, or those in it.
+
+    Raises FileNotFoundError where there are none.
+    """
+    place = folder(path)
     if not place.exists():
         raise FileNotFoundError(f"{path} does not exist")
-    files = [place] if place.is_file() else sorted(place.glob("[!.]*.safetensors"))
-    if not files or files[0].suffix != ".safetensors":
+    if place.is_file():
+        place, name = file(path)
+        names = [name]
+    else:
+        names = [name for name in place.names() if not name.startswith(".")]
+    found = [name for name in names if name.endswith(".safetensors")]
+    if not found:
         raise FileNotFoundError(f"{path} is no checkpoint: expected {checkpoint.MANIFEST}, or safetensors, in it")
-    return files
+    return place, found
 
 
 def run_of(path: str) -> Path | None:

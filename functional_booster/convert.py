@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,15 +20,17 @@ from . import (
     checkpoint,
     checkpoint_paths,
     hf_checkpoint,
+    hf_entries,
+    hf_reading,
     hf_writing,
-    inspect_checkpoint,
     publishing,
     run_folder,
     training_run,
 )
-from .checkpoint.folders import folder
+from .checkpoint import conversions
+from .checkpoint.folders import file, folder
 from .checkpoint.manifest import described
-from .leaf_store import Entry
+from .hf_entries import Entry
 from .models import hf
 from .models.model import Model
 from .state import check_params
@@ -59,7 +60,7 @@ class Convert:
     """Of the floating-point parameters; by default as they are saved. Optimizer state stays as it is."""
     size_per_shard: float = 1024
     """MB (2**20 bytes) in a file of Hugging Face's form, or one tensor."""
-    config: Path | None = None
+    config: str | None = None
     """The model's config.json, of Hugging Face's; by default the run's own, or what stands beside the weights."""
 
 
@@ -96,10 +97,9 @@ def _from_native(options: Convert, source: str) -> tuple[Model, dict[str, torch.
 
 def _from_hf(options: Convert) -> tuple[Model, dict[str, torch.Tensor]]:
     """The model, and its parameters by name, in the dtypes of the files."""
-    found = inspect_checkpoint.contents(options.src)
-    beside = Path(options.src) if Path(options.src).is_dir() else Path(options.src).parent
-    model = _model_from(options.config or beside / "config.json")
-    kinds = {row.name: getattr(torch, row.dtype, torch.float32) for row in found.leaves}
+    with hf_reading.open_weights(options.src) as weights:
+        kinds = {name: dtype for name, (_, dtype) in weights.tensors.items()}
+    model = _model_from(options.config or f"{weights.beside}/config.json")
     stored = hf.stored_tensors(model)
     homes = {
         leaf: next((kinds[name] for name in one.names if name in kinds), torch.float32)
@@ -109,7 +109,7 @@ def _from_hf(options: Convert) -> tuple[Model, dict[str, torch.Tensor]]:
     params = {
         name: torch.empty(info.shape, dtype=homes[name]) for name, info in tree.named_leaves(model.abstract).items()
     }
-    hf_checkpoint.read_into(options.src, _entries(model, params, None), hf_checkpoint.ignored(model), strict=True)
+    hf_checkpoint.read_into(options.src, _entries(model, params), hf_checkpoint.ignored(model), strict=True)
     return model, params
 
 
@@ -117,7 +117,7 @@ def _write_hf(options: Convert, model: Model, params: Mapping[str, torch.Tensor]
     limit, dtype = hf_checkpoint.checked(options.size_per_shard, dtype)
     entries = _entries(model, params, dtype)
     texts = hf_checkpoint.config_texts(model.name, model.config, None, entries)
-    target = publishing.Target(Path(options.dst), "model", limit, texts)
+    target = publishing.Target(folder(options.dst), "model", limit, texts)
     hf_writing.write(target, entries, _ALONE, torch.device("cpu"), "convert")
 
 
@@ -130,11 +130,18 @@ def _write_native(
     """Write leaves by name, with the counters of the manifest that they come with."""
     counters = {"step": 0, "position": 0} | {key: (manifest or {}).get(key, 0) for key in ("step", "position")}
 
+    lossy = []
+
     def cast(name: str, leaf: torch.Tensor) -> torch.Tensor:
-        wanted = dtype is not None and name.startswith(_PARAMS) and leaf.is_floating_point()
-        return leaf.to(dtype) if wanted else leaf
+        if dtype is None or not (name.startswith(_PARAMS) and leaf.is_floating_point()):
+            return leaf
+        if conversions.overflow(leaf, dtype):
+            lossy.append(f"{name}: {conversions.beyond(dtype)}")
+        return leaf.to(dtype)
 
     cast_values = {name: cast(name, leaf) for name, leaf in sorted(values.items())}
+    if lossy:
+        raise ValueError("--dtype: some parameters do not fit:\n  " + "\n  ".join(lossy))
     taken = checkpoint.Snapshot(
         pieces=tuple(checkpoint.Piece(name, 0, leaf.reshape(-1)) for name, leaf in cast_values.items() if leaf.numel()),
         leaves={name: described(leaf.shape, leaf.dtype) for name, leaf in cast_values.items()},
@@ -147,14 +154,9 @@ def _write_native(
     checkpoint.write(path, taken)
 
 
-def _entries(model: Model, params: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> list[Entry]:
+def _entries(model: Model, params: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> list[Entry]:
     """The tensors of Hugging Face's form, over the parameters by name."""
-    leaves = hf_checkpoint.plain_leaves(params, _ALONE)
-    entries = []
-    for stored in hf.stored_tensors(model):
-        parts = tuple((source, leaves[name]) for name, source in stored.parts)
-        entries.append(Entry(stored.names, stored.shape, dtype or parts[0][1].dtype, parts))
-    return entries
+    return hf_entries.of_model(model, hf_entries.plain(params, _ALONE), dtype)
 
 
 def _model_of(options: Convert, source: str) -> Model:
@@ -171,23 +173,23 @@ def _model_of(options: Convert, source: str) -> Model:
     return training_run.model_of(Train(**settings))
 
 
-def _model_from(file: Path) -> Model:
+def _model_from(path: str) -> Model:
     """The model that a config.json of Hugging Face's describes."""
+    place, name = file(path)
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        with place.open(name) as stream:
+            config = json.loads(stream.read())
     except FileNotFoundError as error:
-        raise FileNotFoundError(f"--config: {file} does not exist, expected the model's config") from error
+        raise FileNotFoundError(f"--config: {path} does not exist, expected the model's config") from error
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--config: {file} is no config: {error}") from error
+        raise ValueError(f"--config: {path} is no config: {error}") from error
     kind = config.get("model_type") if isinstance(config, dict) else None
     if kind not in hf.FAMILIES:
-        raise ValueError(f"--config: {file} has model_type {kind!r}, expected one of {sorted(hf.FAMILIES)}")
+        raise ValueError(f"--config: {path} has model_type {kind!r}, expected one of {sorted(hf.FAMILIES)}")
     return hf.FAMILIES[kind].factory(config)
 
 
 def _refuse_native(path: str) -> None:
     """Raise ValueError for a folder that Hugging Face's form cannot be written to."""
-    if "://" in path:
-        raise ValueError(f"dst: {path}, expected a folder of this machine for Hugging Face's form")
     if folder(path).size(checkpoint.MANIFEST) is not None:
         raise ValueError(f"dst: {path} holds a native checkpoint, expected another folder")

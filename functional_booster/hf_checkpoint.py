@@ -10,18 +10,18 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from functional_booster.kernels import tree
-from functional_booster.sharding.mesh import Mesh
 
-from . import hf_reading, hf_writing, leaf_store, publishing, watchdog
+from . import hf_entries, hf_reading, hf_writing, publishing, watchdog
+from .checkpoint import background, leaves
+from .checkpoint.folders import folder
 from .donation import refuse_consumed
+from .hf_entries import Entry
 from .hf_reading import Report
-from .leaf_store import Entry, Leaf
 from .models import hf
 from .models.model import Model
 from .state import TrainState
@@ -42,21 +42,23 @@ def save(
     config: Any = None,
     generation_config: Any = None,
 ) -> None:
-    """Write the weights to the directory ``path``, as ``from_pretrained`` opens it, in place of those that are there.
+    """Write the weights to the directory (or fsspec URL) ``path``, as ``from_pretrained`` opens it, in place of those
+    that are there.
 
     Files of at most ``size_per_shard`` MB (2**20 bytes), or one tensor: ``model.safetensors``, or several and an index.
-    On processes, each must call it: each writes some of them, and holds one file and one leaf of it at a time in the
+    On processes, each must call it: each writes some of them, and holds one tensor and one leaf of it at a time in the
     host's memory. ``dtype``: of the floating-point weights in the files, None: as they are stored. ``config.json`` is
     the model's ``config``, unless another one is given, and ``generation_config.json`` what is given.
 
-    Raises TypeError for what is no state or Model, ValueError for a size or dtype that makes no sense or a model of
-    another state, OSError where it cannot be written: what was there before is whole then.
+    Raises TypeError for what is no state or Model, ValueError for a size or dtype that makes no sense, for one in which
+    finite weights would be infinite (naming them), or a model of another state, OSError where it cannot be written:
+    what was there before is whole then.
     """
     _check(state, model)
     limit, dtype = checked(size_per_shard, dtype)
     entries = _entries(model, state, dtype)
     texts = config_texts(model.name, model.config if config is None else config, generation_config, entries)
-    target = publishing.Target(local("path", path), "model", limit, texts)
+    target = publishing.Target(folder(path), "model", limit, texts)
     hf_writing.write(target, entries, state.plan.mesh, state.step.device, "save_pretrained")
 
 
@@ -65,14 +67,16 @@ def load(
 ) -> tuple[TrainState, Report]:
     """``like`` with the weights of ``path``, in fresh storage of its layout and dtypes, and what did not fit.
 
-    ``path``: a directory of Hugging Face's, a safetensors file, or an index. Each rank reads what it stores, one slice
-    of a tensor at a time; nothing travels. Pickles (``.bin``) are refused, unless ``weights_only`` asks for torch's
-    unpickler of that name. Raises FileNotFoundError where there are no weights, and ValueError, with the whole list,
-    for weights that are missing, unexpected or of another shape; those stay as they are if not ``strict``.
+    ``path``: a directory of Hugging Face's, a safetensors file, or an index, or the fsspec URL of one. Each rank reads
+    what it stores, one slice of a tensor at a time; nothing travels. Pickles (``.bin``) are refused, unless
+    ``weights_only`` asks for torch's unpickler of that name. Raises FileNotFoundError where there are no weights, and
+    ValueError, with the whole list, for weights that are missing, unexpected, of another shape or kind of dtype, or
+    with finite numbers that would be infinite in the dtype of ``like``; those stay as they are if not ``strict``.
     """
     _check(like, model)
     mesh = like.plan.mesh
     with watchdog.all_or_none("load_pretrained", alone=not mesh.across):
+        background.settle()
         parts = {name: tree.map(_copied, getattr(like, name)) for name in ("storage", "frozen", "buffers")}
         fresh = like.replace(**parts)
         entries = _entries(model, fresh, None)
@@ -89,28 +93,12 @@ def read_into(
     weights_only: bool = False,
 ) -> Report:
     """Fill the entries' leaves from ``path``, in place, once what is there is known to fit. Raises as ``load``."""
-    with hf_reading.open_weights(local("path", path), weights_only=weights_only) as weights:
-        report = hf_reading.compare(entries, weights, ignored)
+    with hf_reading.open_weights(path, weights_only=weights_only) as weights:
+        report, fits = hf_reading.compare(entries, weights, ignored)
         if strict and report:
             raise ValueError(f"{path} does not fit the model:\n  {report}")
-        hf_reading.fill(entries, weights)
+        hf_reading.fill(fits, weights)
     return report
-
-
-def entries_of(leaves: Mapping[str, Leaf], names: Mapping[str, str], dtype: torch.dtype | None) -> list[Entry]:
-    """A tensor in the file for each leaf, under the first of its ``names`` ({name: leaf}); ``dtype`` as in ``save``."""
-    aliases: dict[str, list[str]] = {}
-    for name, leaf in names.items():
-        aliases.setdefault(leaf, []).append(name)
-    return [
-        Entry(tuple(others), leaves[name].shape, _stored(leaves[name].dtype, dtype), ((hf.Source(name), leaves[name]),))
-        for name, others in aliases.items()
-    ]
-
-
-def plain_leaves(values: Mapping[str, torch.Tensor], mesh: Mesh) -> dict[str, Leaf]:
-    """Leaves that every rank has whole, one value for all."""
-    return {name: Leaf(tuple(value.shape), value, mesh) for name, value in values.items()}
 
 
 def config_texts(architecture: str, config: Any, generation_config: Any, entries: list[Entry]) -> dict[str, str]:
@@ -132,13 +120,6 @@ def config_texts(architecture: str, config: Any, generation_config: Any, entries
     return texts
 
 
-def local(argument: str, path: str | os.PathLike[str]) -> Path:
-    """A path of this machine; raises ValueError for a URL."""
-    if "://" in os.fspath(path):
-        raise ValueError(f"{argument}: {os.fspath(path)!r} is a URL, expected a path of this machine")
-    return Path(path)
-
-
 def checked(size_per_shard: Any, dtype: Any = None) -> tuple[int, torch.dtype | None]:
     """The size in bytes and the dtype, or the error that says what is wrong with them."""
     is_number = isinstance(size_per_shard, (int, float)) and not isinstance(size_per_shard, bool)
@@ -156,21 +137,12 @@ def ignored(model: Model) -> Callable[[str], bool]:
 
 def _entries(model: Model, state: TrainState, dtype: torch.dtype | None) -> list[Entry]:
     mesh = state.plan.mesh
-    leaves = leaf_store.leaves(state.storage, mesh)
-    leaves |= {} if state.frozen is None else leaf_store.leaves(state.frozen, mesh)
+    found = leaves.of_flat(state.storage, mesh)
+    found |= {} if state.frozen is None else leaves.of_flat(state.frozen, mesh)
     if hf.is_own(model):
-        entries = []
-        for stored in hf.stored_tensors(model):
-            parts = tuple((source, leaves[name]) for name, source in stored.parts)
-            entries.append(Entry(stored.names, stored.shape, _stored(parts[0][1].dtype, dtype), parts))
-        return entries
-    leaves |= plain_leaves(tree.named_leaves(state.buffers), mesh)
-    names = model.state_names or dict(zip(leaves, leaves, strict=True))
-    return entries_of(leaves, names, dtype)
-
-
-def _stored(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and dtype.is_floating_point else dtype
+        return hf_entries.of_model(model, found, dtype)
+    found |= hf_entries.plain(tree.named_leaves(state.buffers), mesh)
+    return hf_entries.of_leaves(found, model.state_names, dtype)
 
 
 def _copied(leaf: torch.Tensor) -> torch.Tensor:
@@ -182,6 +154,8 @@ def _check(state: Any, model: Any) -> None:
         raise TypeError(f"state: {type(state).__name__}, expected a TrainState")
     if not isinstance(model, Model):
         raise TypeError(f"model: {type(model).__name__}, expected the fb.Model that the state was made of")
+    if hasattr(model, "plans"):  # a LoraModel, whose class only peft can import
+        raise ValueError("model: it has adapters: save them by lora.save, or the base's weights after lora.merge")
     if not all(isinstance(leaf, torch.Tensor) for leaf in tree.leaves((state.storage, state.frozen))):
         raise ValueError("state: it is abstract, expected one with values, as booster.init makes it")
     refuse_consumed(tree.names(state.storage), tree.leaves(state.storage))

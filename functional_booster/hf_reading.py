@@ -12,31 +12,36 @@ import math
 import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from pathlib import PurePath
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from . import leaf_store
-from .leaf_store import Entry, Leaf
+from .checkpoint import conversions, leaves
+from .checkpoint.folders import Folder, Local, file, folder
+from .checkpoint.leaves import Leaf, Piece
+from .checkpoint.tensor_files import Stored, read_head, read_part
+from .hf_entries import Entry
 from .models.hf import Source
 
 _PICKLES = (".bin", ".pt", ".pth")
-_CHUNK = 2**24  # bytes of two tensors that are compared at once
+_CHUNK = 2**24  # bytes of two tensors that are looked at at once
 Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Tensors in files. ``shapes`` and ``floating`` (whether these are floating-point numbers) by name; ``read(name,
-    slices)`` gives a part of one; ``metadata``: what stands in the index, or in the file."""
+    """Tensors in files: ``tensors`` are their shapes and dtypes by name, ``read(name, slices)`` gives a part of one.
 
-    path: Path
-    shapes: Mapping[str, tuple[int, ...]]
-    floating: Mapping[str, bool]
+    ``files``: the name of the file that each is in; ``metadata``: what stands in the index, or in the file; ``beside``:
+    the folder that they are in.
+    """
+
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    files: Mapping[str, str]
     read: Callable[[str, Slices], torch.Tensor]
     metadata: Mapping[str, Any]
+    beside: Folder
 
 
 class Report(NamedTuple):
@@ -55,163 +60,188 @@ class Report(NamedTuple):
 
 
 @contextlib.contextmanager
-def open_weights(path: Path, stem: str = "model", weights_only: bool = False) -> Generator[Weights]:
+def open_weights(path: Any, stem: str = "model", weights_only: bool = False) -> Generator[Weights]:
     """The weights of a directory (``stem``: what their files' names begin with), a file, or an index file.
 
-    Raises FileNotFoundError where there are none, ValueError for pickles without ``weights_only`` and for files that
-    are damaged.
+    ``path`` may be an fsspec URL. Raises FileNotFoundError where there are none, ValueError for pickles without
+    ``weights_only`` and for files that are damaged.
     """
-    file = _found(path, stem)
+    place, name = _found(path, stem)
     with contextlib.ExitStack() as stack:
-        try:
-            yield _opened(path, file, weights_only, stack)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: a file of the weights is damaged: {error}") from error
+        yield _opened(path, place, name, weights_only, stack)
 
 
-def compare(entries: Sequence[Entry], weights: Weights, ignored: Callable[[str], bool]) -> Report:
-    """What does not fit. Of several names of an entry that are there, all must hold the same numbers."""
-    missing, mismatched = [], []
+Fits = list[tuple[Entry, str]]
+
+
+def compare(entries: Sequence[Entry], weights: Weights, ignored: Callable[[str], bool]) -> tuple[Report, Fits]:
+    """(what does not fit, the entries that do with the name of their tensor).
+
+    Of several names of an entry that are there, all must hold the same numbers. Floating-point numbers fit a dtype in
+    which all that are finite stay so; what a narrow one such as float16 is to hold is read for that. Others fit their
+    own dtype alone.
+    """
+    missing, mismatched, fits = [], [], []
     known = {name for entry in entries for name in entry.names}
     for entry in entries:
-        found = _names(entry, weights)
+        found = [name for name in entry.names if name in weights.tensors]
+        faults = [f"{name}: {fault}" for name in found if (fault := _fault(entry, name, found[0], weights))]
+        mismatched += faults
         if not found:
             missing.append(entry.names[0])
-        for name in found:
-            if weights.shapes[name] != entry.shape:
-                mismatched.append(f"{name}: shape {weights.shapes[name]}, expected {entry.shape}")
-            elif weights.floating[name] != entry.dtype.is_floating_point:
-                kind = "floating-point numbers" if entry.dtype.is_floating_point else "none"
-                mismatched.append(f"{name}: expected {kind}, as {entry.dtype}")
-            elif name != found[0] and weights.shapes[found[0]] == entry.shape and _differ(weights, found[0], name):
-                mismatched.append(f"{name}: differs from {found[0]}, to which it is tied")
-    unexpected = [name for name in weights.shapes if name not in known and not ignored(name)]
-    return Report(missing, unexpected, mismatched)
+        elif not faults:
+            fits.append((entry, found[0]))
+    unexpected = [name for name in weights.tensors if name not in known and not ignored(name)]
+    return Report(missing, unexpected, mismatched), fits
 
 
-def fill(entries: Sequence[Entry], weights: Weights) -> None:
+def fill(fits: Fits, weights: Weights) -> None:
     """Write what fits into the leaves, in place: of each only the pieces that this process has, one at a time."""
-    for entry in entries:
-        for name in _names(entry, weights)[:1]:
-            if weights.shapes[name] == entry.shape and weights.floating[name] == entry.dtype.is_floating_point:
-                for source, leaf in entry.parts:
-                    _fill(weights, name, source, leaf)
+    for entry, name in fits:
+        for source, leaf in entry.parts:
+            for piece in leaves.held(leaf):
+                leaves.write(leaf, piece, _read(weights, name, source, leaf, piece))
 
 
-def _fill(weights: Weights, name: str, source: Source, leaf: Leaf) -> None:
-    for piece in leaf_store.held(leaf):
-        if not leaf.shape:
-            leaf_store.write(leaf, piece, weights.read(name, ()))
-            continue
-        width = leaf.size // leaf.shape[0]
-        first, last = piece.start // width, -(-piece.stop // width)
-        rows = weights.read(name, source.rows(leaf.shape, first, last))
-        rows = rows.mT if source.transposed else rows
-        if piece.stop - piece.start < leaf.size:
-            rows = rows.reshape(-1)[piece.start - first * width : piece.stop - first * width]
-        leaf_store.write(leaf, piece, rows)
+def head_of(place: Folder, file: str, stream: BinaryIO) -> tuple[dict[str, Stored], dict[str, str]]:
+    """(tensors by name, metadata) of a safetensors file that is open. Raises ValueError where it is damaged."""
+    try:
+        return read_head(stream, place.size(file) or 0)
+    except ValueError as error:
+        raise ValueError(f"{place}: {file} is damaged: {error}") from error
 
 
-def _names(entry: Entry, weights: Weights) -> list[str]:
-    return [name for name in entry.names if name in weights.shapes]
+def _fault(entry: Entry, name: str, first: str, weights: Weights) -> str | None:
+    """Why a tensor does not fit an entry; ``first``: another one of the same entry."""
+    shape, dtype = weights.tensors[name]
+    if shape != entry.shape:
+        return f"shape {shape}, expected {entry.shape}"
+    if not conversions.converts(dtype, entry.dtype):
+        return f"{dtype}, expected {entry.dtype}"
+    if name != first and weights.tensors[first][0] == shape and _differ(weights, first, name):
+        return f"differs from {first}, to which it is tied"
+    parts = _parts(shape) if conversions.narrows(dtype, entry.dtype) else ()
+    if any(conversions.overflow(weights.read(name, part), entry.dtype) for part in parts):
+        return conversions.beyond(entry.dtype)
+    return None
+
+
+def _read(weights: Weights, name: str, source: Source, leaf: Leaf, piece: Piece) -> torch.Tensor:
+    """A piece of a leaf, in any shape."""
+    if not leaf.shape:
+        return weights.read(name, ())
+    width = leaf.size // leaf.shape[0]
+    first, last = piece.start // width, -(-piece.stop // width)
+    rows = weights.read(name, source.rows(leaf.shape, first, last))
+    rows = rows.mT if source.transposed else rows
+    if piece.stop - piece.start < leaf.size:
+        rows = rows.reshape(-1)[piece.start - first * width : piece.stop - first * width]
+    return rows
 
 
 def _differ(weights: Weights, one: str, other: str) -> bool:
-    shape = weights.shapes[one]
-    if not shape:
-        return not torch.equal(weights.read(one, ()), weights.read(other, ()))
-    rows = max(1, _CHUNK // (8 * max(1, math.prod(shape[1:]))))
-    parts = ((slice(first, first + rows),) for first in range(0, shape[0], rows))
+    parts = _parts(weights.tensors[one][0])
     return any(not torch.equal(weights.read(one, part), weights.read(other, part)) for part in parts)
 
 
-def _found(path: Path, stem: str) -> Path:
+def _parts(shape: tuple[int, ...]) -> Iterator[Slices]:
+    """Some rows each."""
+    if not shape:
+        return iter([()])
+    rows = max(1, _CHUNK // (8 * max(1, math.prod(shape[1:]))))
+    return ((slice(first, first + rows),) for first in range(0, shape[0], rows))
+
+
+def _found(path: Any, stem: str) -> tuple[Folder, str]:
     """What transformers would open, a file or an index: one file before an index, safetensors before pickles."""
-    if path.is_file():
-        return path
-    if not path.exists():
+    place = folder(path)
+    if place.is_file():
+        return file(path)
+    names = place.names()
+    if not names and not place.exists():
         raise FileNotFoundError(f"{path} does not exist")
     pickled = f"pytorch_{stem}.bin"
     usual = (f"{stem}.safetensors", f"{stem}.safetensors.index.json", pickled, f"{pickled}.index.json")
     for name in usual:
-        if (path / name).is_file():
-            return path / name
+        if name in names:
+            return place, name
     prefixed = (f"{stem}.*.safetensors.index.json", f"{stem}.*.safetensors")  # as with a prefix of save_model's
-    others = next((found for pattern in prefixed if (found := list(path.glob(pattern)))), [])
+    others = next((found for one in prefixed if (found := [name for name in names if PurePath(name).match(one)])), [])
     if len(others) == 1:
-        return others[0]
+        return place, others[0]
     if others:
-        names = ", ".join(sorted(file.name for file in others))
-        raise ValueError(f"{path} holds several weights: {names}; name one of them")
+        raise ValueError(f"{path} holds several weights: {', '.join(others)}; name one of them")
     raise FileNotFoundError(f"{path} holds no weights: expected {usual[0]}, or {usual[1]} and the files that it names")
 
 
-def _opened(path: Path, file: Path, weights_only: bool, stack: contextlib.ExitStack) -> Weights:
+def _opened(path: Any, place: Folder, file: str, weights_only: bool, stack: contextlib.ExitStack) -> Weights:
     metadata: dict[str, Any] = {}
-    files, homes = [file], None
-    if file.name.endswith(".index.json"):
-        metadata, homes = _read_index(file)
-        files = [file.parent / name for name in sorted(set(homes.values()))]
-        if lost := [one.name for one in files if not one.is_file()]:
-            raise FileNotFoundError(f"{path}: missing {', '.join(lost)}, which {file.name} names")
-    shapes: dict[str, tuple[int, ...]] = {}
-    floating: dict[str, bool] = {}
+    names, homes = [file], None
+    if file.endswith(".index.json"):
+        metadata, homes = _read_index(place, file)
+        names = sorted(set(homes.values()))
+        if lost := [name for name in names if place.size(name) is None]:
+            raise FileNotFoundError(f"{path}: missing {', '.join(lost)}, which {file} names")
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    files: dict[str, str] = {}
     readers: dict[str, Callable[[Slices], torch.Tensor]] = {}
-    for one in files:
-        if one.suffix in _PICKLES:
-            tensors = _pickled(one, weights_only)
+    for one in names:
+        if one.endswith(_PICKLES):
+            found = _pickled(place, one, weights_only, stack)
         else:
-            handle = stack.enter_context(safe_open(one, framework="pt"))
-            metadata = metadata or dict(handle.metadata() or {})
-            tensors = _safe(handle)
-        for name, shape, is_floating, read in tensors:
-            shapes[name], floating[name], readers[name] = shape, is_floating, read
-    if homes is not None and homes.keys() != shapes.keys():
-        differing = ", ".join(sorted(homes.keys() ^ shapes.keys()))
-        raise ValueError(f"{path}: {file.name} and the files that it names do not hold the same tensors: {differing}")
-    return Weights(path, shapes, floating, lambda name, slices: readers[name](slices), metadata)
+            found, described = _safe(place, one, stack)
+            metadata = metadata or described
+        for name, shape, dtype, read in found:
+            tensors[name], files[name], readers[name] = (shape, dtype), one, read
+    if homes is not None and homes.keys() != tensors.keys():
+        differing = ", ".join(sorted(homes.keys() ^ tensors.keys()))
+        raise ValueError(f"{path}: {file} and the files that it names do not hold the same tensors: {differing}")
+    return Weights(tensors, files, lambda name, slices: readers[name](slices), metadata, place)
 
 
-Found = Iterator[tuple[str, tuple[int, ...], bool, Callable[[Slices], torch.Tensor]]]
+Found = list[tuple[str, tuple[int, ...], torch.dtype, Callable[[Slices], torch.Tensor]]]
 
 
-def _safe(handle: Any) -> Found:
-    for name in handle.keys():  # noqa: SIM118 (it is no dict)
-        part = handle.get_slice(name)
-        kind = part.get_dtype()
-        shape = tuple(part.get_shape())
+def _safe(place: Folder, file: str, stack: contextlib.ExitStack) -> tuple[Found, dict[str, str]]:
+    stream = stack.enter_context(place.open(file))
+    tensors, metadata = head_of(place, file, stream)
 
-        def read(slices: Slices, name: str = name) -> torch.Tensor:
-            return handle.get_slice(name)[slices] if slices else handle.get_tensor(name)
+    def reading(name: str) -> Callable[[Slices], torch.Tensor]:
+        return lambda slices: read_part(stream, tensors[name], slices)
 
-        yield name, shape, kind.startswith(("F", "BF")), read
+    return [(name, stored.shape, stored.dtype, reading(name)) for name, stored in tensors.items()], metadata
 
 
-def _pickled(file: Path, weights_only: bool) -> Found:
+def _pickled(place: Folder, file: str, weights_only: bool, stack: contextlib.ExitStack) -> Found:
     if not weights_only:
         raise ValueError(
-            f"{file} is a pickle, which can run any code when it is read: expected safetensors. To read it with "
-            "torch.load(weights_only=True), which builds tensors alone, ask for weights_only=True"
+            f"{place}: {file} is a pickle, which can run any code when it is read: expected safetensors. To read it "
+            "with torch.load(weights_only=True), which builds tensors alone, ask for weights_only=True"
         )
-    try:
-        values = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    source = place.path / file if isinstance(place, Local) else stack.enter_context(place.open(file))
+    try:  # what is behind a URL is read whole
+        values = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(place, Local))
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{file}: it holds more than tensors, and is not read") from error
+        raise ValueError(f"{place}: {file}: it holds more than tensors, and is not read") from error
     if not isinstance(values, Mapping) or not all(isinstance(value, torch.Tensor) for value in values.values()):
-        raise ValueError(f"{file}: expected a dict of tensors by name")
-    for name, value in values.items():
-        yield name, tuple(value.shape), value.is_floating_point(), lambda slices, value=value: value[slices]
+        raise ValueError(f"{place}: {file}: expected a dict of tensors by name")
+
+    def reading(value: torch.Tensor) -> Callable[[Slices], torch.Tensor]:
+        return lambda slices: value[slices]
+
+    return [(name, tuple(value.shape), value.dtype, reading(value)) for name, value in values.items()]
 
 
-def _read_index(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+def _read_index(place: Folder, file: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
-        index = json.loads(file.read_text(encoding="utf-8"))
+        with place.open(file) as stream:
+            index = json.loads(stream.read())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise ValueError(f"{place}: {file} is damaged: {error}") from error
     homes = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(homes, dict) or not all(isinstance(name, str) for name in homes.values()):
-        raise ValueError(f"{file} is damaged: it has no weight_map of file names")
-    if outside := [name for name in homes.values() if Path(name).name != name]:
-        raise ValueError(f"{file}: {outside[0]!r} is not a file beside it")
+        raise ValueError(f"{place}: {file} is damaged: it has no weight_map of file names")
+    if outside := [name for name in homes.values() if PurePath(name).name != name]:
+        raise ValueError(f"{place}: {file}: {outside[0]!r} is not a file beside it")
     metadata = index.get("metadata")
     return metadata if isinstance(metadata, dict) else {}, homes

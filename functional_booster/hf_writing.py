@@ -1,6 +1,6 @@
 """Writing weights in Hugging Face's form: files of whole tensors, each by one rank, published in one moment.
 
-Round by round each rank gathers a leaf of its own files, so that all write at once; ``publishing`` makes them seen.
+A tensor is gathered, and written, before the next one is; in the background, all of this rank's are gathered first.
 """
 
 from __future__ import annotations
@@ -8,66 +8,161 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from functional_booster.sharding import shards
 from functional_booster.sharding.mesh import Mesh
 
-from . import leaf_store, publishing, watchdog
-from .checkpoint.folders import sync
-from .leaf_store import Entry, Leaf, Ranks
-from .models.hf import Source
+from . import publishing, watchdog
+from .checkpoint import Saving, background, snapshots
+from .checkpoint.folders import hidden
+from .checkpoint.meetings import Meetings
+from .checkpoint.tensor_files import as_bytes, head
+from .hf_entries import Entry
+from .hf_gathering import Ranks, gathered
+
+Around = Callable[[], contextlib.AbstractContextManager[None]]
 
 
-def write(target: publishing.Target, entries: Sequence[Entry], mesh: Mesh, device: torch.device, what: str) -> None:
+def write(
+    target: publishing.Target,
+    entries: Sequence[Entry],
+    mesh: Mesh,
+    device: torch.device,
+    what: str,
+    *,
+    use_async: bool = False,
+) -> Saving | None:
     """Write the entries; on processes, each must call this, and where it fails on one, all raise.
 
-    A rank holds the tensors of one file, ``limit`` bytes or one tensor, and one leaf beside them. Raises
-    FileExistsError where the directory is a file, or another process is writing there, OSError where it cannot be
-    written. What was there before is whole then.
+    A rank holds one tensor, and one leaf beside it. With ``use_async`` it returns once the tensors of this rank's files
+    are in the host's memory (which is kept for the next such save), and gives a handle on the writing.
+
+    Raises FileExistsError where the folder is a file, or another process is writing there, OSError where it cannot be
+    written, ValueError where finite numbers would be infinite in the file. What was there before is whole then. An
+    earlier save's error that nobody has heard is raised first.
     """
+    alone = not mesh.across
+
+    def together() -> contextlib.AbstractContextManager[None]:
+        return watchdog.all_or_none(what, alone=alone)
+
+    def guarded() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if alone else watchdog.guard(what)
+
+    with together():
+        background.settle()
     files = _files(entries, target.limit)
-    first, alone = not any(mesh.place), not mesh.across
-    with watchdog.guard(what) if mesh.across else contextlib.nullcontext():
+    with guarded():
         drawn = torch.tensor(secrets.randbits(63), dtype=torch.int64, device=device)
         token = f"{int(shards.of_the_first(drawn, mesh)):016x}"
-    fresh = {name: f".{token}.{name}" for name in target.names(len(files))}
-    made = held = False
+        ranks = Ranks.of(mesh, device)
+    shares = _shares(files, len(ranks.places))
+    work = [[entry for number in share for entry in files[number]] for share in shares]
+    job = _Job(target, files, token, shares[ranks.rank], first=ranks.rank == 0)
+    if not use_async:
+        _save(job, gathered(work, ranks, device), together, guarded)
+        return None
+    tensors: list[torch.Tensor] = []
+    failure = None
+    with guarded(), snapshots.copies.renewed() as copies:
+        try:
+            tensors += gathered(work, ranks, device, lambda shape, dtype: copies.empty(shape, dtype, device))
+        except ValueError as error:
+            failure = error
+    with together():
+        if failure is not None:
+            raise failure
+    if alone:
+        return background.start(str(target.place), lambda: _save(job, iter(tensors)))
+    meetings = Meetings(what)
+
+    def in_the_background() -> None:
+        with contextlib.closing(meetings):
+            _save(job, iter(tensors), meetings)
+
+    return background.start(str(target.place), in_the_background)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save: all its ``files``, of which this rank writes those of the numbers ``mine``, and the first publishes."""
+
+    target: publishing.Target
+    files: list[list[Entry]]
+    token: str
+    mine: list[int]
+    first: bool
+
+    @property
+    def fresh(self) -> dict[str, str]:
+        """{name of a file: what it is called until it is published}."""
+        return {name: hidden(name, self.token) for name in self.target.names(len(self.files))}
+
+
+def _save(
+    job: _Job,
+    tensors: Iterator[torch.Tensor],
+    together: Around = contextlib.nullcontext,
+    guarded: Around = contextlib.nullcontext,
+) -> None:
+    """Write this rank's files, of the tensors as they come, and publish all. Ranks meet in contexts ``together()``;
+    what goes on between them while ``tensors`` come is in one of ``guarded()``."""
+    target, made, held = job.target, False, False
     with contextlib.ExitStack() as stack:
-        with watchdog.all_or_none(what, alone=alone):
-            if first:
+        with together():
+            if job.first:
                 made, held = publishing.prepared(target, stack)
         try:
-            with watchdog.guard(what) if mesh.across else contextlib.nullcontext():
-                failure = _write_files(target, files, fresh, Ranks.of(mesh, device), device)
-            with watchdog.all_or_none(what, alone=alone):
+            with guarded():
+                failure = _write_files(job, tensors)
+            with together():
                 if failure is not None:
                     raise failure
-            with watchdog.all_or_none(what, alone=alone):
-                if first:
-                    publishing.publish(target, fresh, _index(target, files), token)
-                    publishing.clean(target, list(fresh), token if not held else None)
+            with together():
+                if job.first:
+                    publishing.publish(target, job.fresh, _index(target, job.files))
+                    publishing.clean(target, list(job.fresh), None if held else job.token)
         except BaseException as error:
-            if first:
-                publishing.forget(target, token, made)
-            if isinstance(error, (OSError, SafetensorError)):
-                raise OSError(
-                    f"{target.directory} could not be written ({error}); what was there before is whole"
-                ) from error
+            if job.first:
+                publishing.forget(target, job.token, made)
+            if isinstance(error, OSError):
+                told = f"{target.place} could not be written ({error}); what was there before is whole"
+                raise OSError(told) from error
             raise
 
 
+def _write_files(job: _Job, tensors: Iterator[torch.Tensor]) -> Exception | None:
+    """What went wrong, or None. One that cannot write keeps no other one waiting: it takes part in what they gather."""
+    metadata = {"format": "pt"}
+    if len(job.files) == 1:
+        metadata |= {name: json.dumps(value) for name, value in job.target.metadata.items()}
+    names = list(job.fresh.values())
+    failure: Exception | None = None
+    try:
+        for number in job.mine:
+            entries = job.files[number]
+            before, _ = head({entry.names[0]: (entry.dtype, entry.shape) for entry in entries}, metadata)
+            with job.target.place.create(names[number]) as stream:
+                stream.write(before)
+                for _ in entries:
+                    stream.write(as_bytes(next(tensors)))
+    except (OSError, TypeError) as error:
+        failure = error
+    try:
+        for _ in tensors:
+            pass
+    except ValueError as error:
+        failure = failure or error
+    return failure
+
+
 def _files(entries: Sequence[Entry], limit: int | None) -> list[list[Entry]]:
-    """The entries of each file, in order, ``limit`` bytes at most or one tensor."""
+    """The entries of each file, ``limit`` bytes at most or one tensor; the widest dtypes first, for alignment."""
     files: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
@@ -76,105 +171,17 @@ def _files(entries: Sequence[Entry], limit: int | None) -> list[list[Entry]]:
             filled = 0
         files[-1].append(entry)
         filled += entry.nbytes
-    return files
+    return [sorted(file, key=lambda entry: -entry.dtype.itemsize) for file in files]
 
 
-def _writers(files: Sequence[Sequence[Entry]], ranks: int) -> list[int]:
-    """The rank that writes each file: in turn the one that has the fewest bytes to write."""
-    bytes_of, writers = [0] * ranks, []
-    for file in files:
-        writers.append(bytes_of.index(min(bytes_of)))
-        bytes_of[writers[-1]] += sum(entry.nbytes for entry in file)
-    return writers
-
-
-def _write_files(
-    target: publishing.Target, files: list[list[Entry]], fresh: Mapping[str, str], ranks: Ranks, device: torch.device
-) -> Exception | None:
-    """Write the files that are this rank's, while it takes part in those of the others; what went wrong, or None.
-
-    Round by round each writer gathers one leaf, so that all write at once, and one that cannot write keeps no other
-    one waiting.
-    """
-    writers = _writers(files, len(ranks.places))
-    metadata = {"format": "pt"}
-    if len(files) == 1:
-        metadata |= {name: json.dumps(value) for name, value in target.metadata.items()}
-    mine = [name for name, writer in zip(fresh.values(), writers, strict=True) if writer == ranks.rank]
-    work = [
-        list(_steps([file for file, writer in zip(files, writers, strict=True) if writer == rank]))
-        for rank in range(len(ranks.places))
-    ]
-    failure: Exception | None = None
-    tensors: dict[str, torch.Tensor] = {}
-    paths = iter(target.directory / name for name in mine)
-    for round_ in zip_longest(*work):
-        step = round_[ranks.rank]
-        into = None if step is None else _room(tensors, step)
-        wanted = {rank: step.leaf for rank, step in enumerate(round_) if step is not None and step.leaf is not None}
-        leaf_store.gather(wanted, into, ranks, device)
-        if step is None:
-            continue
-        if into is not None:
-            _place(tensors, step, into)
-        if step.closes:
-            path = next(paths)
-            try:
-                if failure is None:
-                    _save(path, tensors, metadata)
-            except Exception as error:
-                failure = error
-            tensors = {}
-    return failure
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One leaf on its way into a file; an entry without leaves has none. ``closes``: it is the last of the file."""
-
-    entry: Entry | None
-    source: Source | None
-    leaf: Leaf | None
-    closes: bool
-
-
-def _steps(files: list[list[Entry]]) -> Iterator[_Step]:
-    for file in files:
-        parts = [(entry, source, leaf) for entry in file for source, leaf in entry.parts]
-        for number, (entry, source, leaf) in enumerate(parts, 1):
-            yield _Step(entry, source, leaf, number == len(parts))
-        if not parts:
-            yield _Step(None, None, None, True)
-
-
-def _room(tensors: dict[str, torch.Tensor], step: _Step) -> torch.Tensor | None:
-    """Memory for the step's leaf, (N,): in its place in the tensor of the file where it lies there as it is."""
-    if step.entry is None or step.source is None or step.leaf is None:
-        return None
-    entry, leaf = step.entry, step.leaf
-    if entry.names[0] not in tensors:
-        tensors[entry.names[0]] = torch.empty(entry.shape, dtype=entry.dtype)
-    place = step.source.read(tensors[entry.names[0]])
-    if place.is_contiguous() and place.dtype == leaf.dtype:
-        return place.view(-1)
-    return torch.empty(leaf.size, dtype=leaf.dtype)
-
-
-def _place(tensors: dict[str, torch.Tensor], step: _Step, value: torch.Tensor) -> None:
-    """Bring the leaf to its place, unless it was gathered there."""
-    assert step.entry is not None and step.source is not None and step.leaf is not None
-    stored = tensors[step.entry.names[0]]
-    place = step.source.read(stored)
-    if value.untyped_storage().data_ptr() != stored.untyped_storage().data_ptr():
-        place.copy_(value.view(step.leaf.shape))
-
-
-def _save(file: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    file.touch()
-    mode = stat.S_IMODE(file.stat().st_mode)  # as the umask says; safetensors writes for the owner alone
-    save_file(tensors, file, metadata)
-    file.chmod(mode)
-    sync(file)
+def _shares(files: Sequence[Sequence[Entry]], ranks: int) -> list[list[int]]:
+    """The numbers of the files that each rank writes: in turn the one takes one that has the fewest bytes to write."""
+    sizes, shares = [0] * ranks, [[] for _ in range(ranks)]
+    for number, file in enumerate(files):
+        rank = sizes.index(min(sizes))
+        shares[rank].append(number)
+        sizes[rank] += sum(entry.nbytes for entry in file)
+    return shares
 
 
 def _index(target: publishing.Target, files: list[list[Entry]]) -> dict[str, Any] | None:

@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,12 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from safetensors import SafetensorError, safe_open
 
-from . import checkpoint, checkpoint_paths
-from .checkpoint.data_files import DTYPES
+from . import checkpoint, checkpoint_paths, hf_reading
+from .checkpoint.folders import Folder
 from .checkpoint.manifest import data_files
 
 _WIDTH = 160  # columns, where there is no terminal
-_TORCH = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -30,8 +27,8 @@ class Inspect:
     """Show what a checkpoint holds, without loading it: each leaf, and what is known of the whole."""
 
     path: tyro.conf.Positional[str]
-    """A checkpoint (or its URL), a run's folder, one of numbered checkpoints, of which the newest is shown, or weights
-    in Hugging Face's form."""
+    """A checkpoint, a run's folder, one of numbered checkpoints, of which the newest is shown, or weights in Hugging
+    Face's form; or the URL of one of these."""
     json: bool = False
     """Print JSON instead of a table."""
 
@@ -115,28 +112,24 @@ def _native(path: str) -> Contents:
 
 def _hf(path: str) -> Contents:
     rows = []
-    files = checkpoint_paths.safetensors(path)
+    place, files = checkpoint_paths.safetensors(path)
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                    part = tensors.get_slice(name)
-                    shape, kind = tuple(part.get_shape()), _TORCH.get(part.get_dtype(), part.get_dtype())
-                    width = getattr(torch, kind).itemsize if hasattr(torch, kind) else 0
-                    rows.append(Row(name, shape, kind, math.prod(shape) * width, 1, (file.name,)))
-        except SafetensorError as error:
-            raise ValueError(f"{file} is damaged: {error}") from error
-    return Contents(os.fspath(path), "hf", _config(files[0].parent), tuple(rows))
+        with place.open(file) as stream:
+            tensors, _ = hf_reading.head_of(place, file, stream)
+        for name, stored in tensors.items():
+            dtype = str(stored.dtype).removeprefix("torch.")
+            rows.append(Row(name, stored.shape, dtype, stored.nbytes, 1, (file,)))
+    return Contents(os.fspath(path), "hf", _config(place), tuple(rows))
 
 
-def _config(directory: Path) -> dict[str, Any]:
+def _config(place: Folder) -> dict[str, Any]:
     """What config.json, if there is one, says of the model."""
-    file = directory / "config.json"
-    if not file.is_file():
+    if place.size("config.json") is None:
         return {}
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        with place.open("config.json") as stream:
+            config = json.loads(stream.read())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged: {error}") from error
+        raise ValueError(f"{place}/config.json is damaged: {error}") from error
     known = ("model_type", "architectures", "dtype", "torch_dtype", "transformers_version")
     return {key: config[key] for key in known if isinstance(config, dict) and config.get(key) is not None}

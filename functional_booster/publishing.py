@@ -1,4 +1,4 @@
-"""Publishing files: written under fresh hidden names, seen in one moment, or never.
+"""Publishing files of weights: written under fresh hidden names, seen in one moment, or never.
 
 Readers see the new weights when one rename or removal makes them so: of the index, where there are several files, else
 of the file itself. What dies before that leaves what was there; what dies later, the new files. Leftovers go with the
@@ -9,30 +9,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from . import locking
-from .checkpoint.folders import sync
+from .checkpoint.folders import Folder
 
 _LEFTOVER = re.compile(r"\.[0-9a-f]{16}\.(.+)")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where weights go: ``directory / f"{stem}.safetensors"``, or, beyond ``limit`` bytes, files beside an index.
+    """Where weights go: ``place / f"{stem}.safetensors"``, or, beyond ``limit`` bytes, files beside an index.
 
-    ``limit`` None: one file, whatever its size, and nothing else in the directory is touched. ``texts``: {name:
-    content} of files that are published with the weights; ``metadata`` stands in the index, or else in the file.
+    ``limit`` None: one file, whatever its size, and nothing else in the folder is touched. ``texts``: {name: content}
+    of files that are published with the weights; ``metadata`` stands in the index, or else in the file.
     """
 
-    directory: Path
+    place: Folder
     stem: str
     limit: int | None = None
     texts: Mapping[str, str] = field(default_factory=dict)
@@ -57,49 +52,38 @@ class Target:
 
 
 def prepared(target: Target, stack: contextlib.ExitStack) -> tuple[bool, bool]:
-    """Make the directory, and hold it against other processes: (whether it was made, whether it could be held)."""
-    directory = target.directory
-    if directory.exists() and not directory.is_dir():
-        raise FileExistsError(f"{directory} is a file, expected a directory for the weights")
-    made = not directory.exists()
-    directory.mkdir(parents=True, exist_ok=True)
+    """Make the folder, and hold it against other processes: (whether it was made, whether it could be held)."""
+    place = target.place
+    if place.is_file():
+        raise FileExistsError(f"{place} is a file, expected a directory for the weights")
+    made = place.make()
     try:
-        return made, stack.enter_context(locking.exclusive(directory, wait=target.limit is None))
+        return made, stack.enter_context(place.exclusive(wait=target.limit is None))
     except BlockingIOError as error:
-        raise FileExistsError(f"{directory}: another process is writing there; nothing was changed") from error
+        raise FileExistsError(f"{place}: another process is writing there; nothing was changed") from error
 
 
-def publish(target: Target, fresh: Mapping[str, str], index: dict[str, Any] | None, token: str) -> None:
+def publish(target: Target, fresh: Mapping[str, str], index: dict[str, Any] | None) -> None:
     """Let readers see the fresh files instead of what they saw: in one moment, by one rename or removal."""
-    directory = target.directory
+    place = target.place
     for name, content in target.texts.items():
-        write_text(directory / name, content)
+        place.put(name, content.encode())
     if index is None:
-        os.replace(directory / fresh[target.single], directory / target.single)  # readers prefer it to an index
-        sync(directory)
+        place.rename(fresh[target.single], target.single)  # readers prefer it to an index
+        place.sync()
         return
-    if any((directory / name).exists() for name in fresh):  # files of the old index: until it goes they must stay
+    if fresh.keys() & set(place.names()):  # files of the old index: until it goes they must stay
         hidden = {name: fresh[home] for name, home in index["weight_map"].items()}
-        write_text(directory / target.index, json.dumps({**index, "weight_map": hidden}, indent=2))
+        place.put(target.index, json.dumps({**index, "weight_map": hidden}, indent=2).encode())
         for name, written in fresh.items():
-            _copied(directory / written, directory / f".{token}.link", directory / name)
+            place.copy(written, name)
     else:
         for name, written in fresh.items():
-            os.replace(directory / written, directory / name)
-    sync(directory)
-    write_text(directory / target.index, json.dumps(index, indent=2) + "\n")
-    (directory / target.single).unlink(missing_ok=True)
-    sync(directory)
-
-
-def _copied(source: Path, link: Path, place: Path) -> None:
-    """Have the same file in ``place``, too."""
-    try:
-        os.link(source, link)
-    except OSError:  # a file system without links
-        shutil.copyfile(source, link)
-        sync(link)
-    os.replace(link, place)
+            place.rename(written, name)
+    place.sync()
+    place.put(target.index, (json.dumps(index, indent=2) + "\n").encode())
+    place.remove([target.single])
+    place.sync()
 
 
 def clean(target: Target, names: Sequence[str], token: str | None) -> None:
@@ -109,34 +93,24 @@ def clean(target: Target, names: Sequence[str], token: str | None) -> None:
     """
     ours = re.compile(rf"{re.escape(target.stem)}(-\d{{5}}-of-\d{{5}})?{re.escape(target.suffix)}(\.index\.json)?")
     kept = {*names, *([target.index] if len(names) > 1 else [])}
-    for file in list(target.directory.iterdir()):
-        leftover = _LEFTOVER.fullmatch(file.name)
-        if leftover and (token is None or file.name.startswith(f".{token}.")):
-            if target.limit is not None or leftover[1] == target.single:
-                file.unlink(missing_ok=True)
-        elif target.limit is not None and ours.fullmatch(file.name) and file.name not in kept:
-            file.unlink(missing_ok=True)
+
+    def goes(name: str) -> bool:
+        if leftover := _LEFTOVER.fullmatch(name):
+            mine = target.limit is not None or leftover[1] == target.single
+            return mine and (token is None or name.startswith(f".{token}."))
+        return target.limit is not None and ours.fullmatch(name) is not None and name not in kept
+
+    target.place.remove([name for name in target.place.names() if goes(name)])
 
 
 def forget(target: Target, token: str, made: bool) -> None:
-    """Remove the fresh files, unless an index names them already; and the directory, if it was made for them."""
+    """Remove the fresh files, unless an index names them already; and the folder, if it was made for them."""
+    place = target.place
     with contextlib.suppress(OSError):
-        index = target.directory / target.index
-        named = index.read_text(encoding="utf-8") if index.exists() else ""
-        for file in target.directory.glob(f".{token}.*"):
-            if file.name not in named:
-                file.unlink(missing_ok=True)
+        names, named = place.names(), b""
+        if target.index in names:
+            with place.open(target.index) as stream:
+                named = stream.read()
+        place.remove([name for name in names if name.startswith(f".{token}.") and name.encode() not in named])
         if made:
-            target.directory.rmdir()
-
-
-def write_text(file: Path, content: str) -> None:
-    """Put ``content`` in the place of the file, which is whole, old or new, at any moment."""
-    fresh = file.with_name(f".{secrets.token_hex(8)}.{file.name}")
-    try:
-        fresh.write_text(content, encoding="utf-8")
-        sync(fresh)
-        os.replace(fresh, file)
-    finally:
-        fresh.unlink(missing_ok=True)
-    sync(file.parent)
+            place.discard()

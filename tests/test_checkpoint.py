@@ -91,18 +91,18 @@ def at_point(n: int, act: str, work: Callable[[], object]) -> int:
 
         return call
 
+    new = folders._new
+
     @contextlib.contextmanager
-    def halving(*args: Any, **options: Any) -> Generator[Any]:
+    def halving(path: Path) -> Generator[Any]:
         ask()
-        with open(*args, **options) as stream:
-            if "x" in args[1]:
-                yield Halving(stream, ask)
-            else:
-                yield stream
+        with new(path) as stream:
+            yield Halving(stream, ask)
 
     def patched() -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(folders, "open", halving, raising=False)
+            patch.setattr(folders, "open", asking(open), raising=False)
+            patch.setattr(folders, "_new", halving)
             for name in ("fsync", "replace", "unlink", "mkdir"):
                 patch.setattr(os, name, asking(getattr(os, name)))
             try:

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import functional_booster as fb
 from functional_booster import checkpoint, testing
-from functional_booster.checkpoint import holdings, loading, reader
+from functional_booster.checkpoint import leaves, loading, reader
 from functional_booster.checkpoint.folders import folder
 from functional_booster.plugins import GeminiPlugin, Plan
 from functional_booster.sharding.mesh import Mesh
@@ -130,6 +130,20 @@ def test_what_one_layout_saves_any_other_loads(
             assert same(checkpoint.load(f"{path}/there", mine, "cpu"), mine)
 
 
+def test_padding_is_zero_whatever_the_memory_held(tmp_path: Path) -> None:
+    problem, alone = testing.small(8), booster_of("alone")
+    alone.save(tmp_path, alone.init(problem.model, problem.tx, key=problem.key))
+    for name in LAYOUTS:
+        here = booster_of(name)
+        expected = here.init(problem.model, problem.tx, key=problem.key)
+        torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+        try:
+            loaded = checkpoint.load(tmp_path, here.abstract(problem.model, problem.tx), "cpu")
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert same(loaded, expected)
+
+
 def test_one_part_of_the_work_each() -> None:
     """Every element is written by exactly one of the ranks that hold it; shares of what many hold are even."""
     problem = testing.small(8)
@@ -139,17 +153,16 @@ def test_one_part_of_the_work_each() -> None:
         counts: dict[str, torch.Tensor] = {}
         shares = []
         for state in states:
-            held = holdings.holdings(state)
-            for leaf, (shape, _) in holdings.leaves(held).items():
-                counts.setdefault(leaf, torch.zeros(shape, dtype=torch.int64))
-            written = holdings.to_write(held, state.plan.mesh, grain=16)
-            shares.append(sum(extent.size * held[number].dtype.itemsize for number, extent in written))
-            for number, extent in written:
-                counts[extent.leaf].view(-1)[extent.start : extent.start + extent.size] += 1
-                held_here = next(e for e in held[number].parts[0].extents if e.leaf == extent.leaf)
-                assert held_here.start <= extent.start
-                assert extent.start + extent.size <= held_here.start + held_here.size
-                assert extent.at - held_here.at == extent.start - held_here.start
+            found = leaves.of_state(state)
+            for name_of_leaf, leaf in found.items():
+                counts.setdefault(name_of_leaf, torch.zeros(leaf.shape, dtype=torch.int64))
+            written = leaves.to_write(found, state.plan.mesh, grain=16)
+            shares.append(sum((piece.stop - piece.start) * found[leaf].dtype.itemsize for leaf, piece in written))
+            for leaf, piece in written:
+                counts[leaf].view(-1)[piece.start : piece.stop] += 1
+                (mine,) = leaves.held(found[leaf])
+                assert mine.start <= piece.start and piece.stop <= mine.stop
+                assert piece.at - mine.at == piece.start - mine.start
         assert all(bool((count == 1).all()) for count in counts.values())
         if name == "ddp":  # everything is everybody's
             assert max(shares) - min(shares) <= 2 * 16
@@ -177,18 +190,17 @@ def test_a_rank_reads_its_own_and_no_more(precision: Any, tmp_path: Path) -> Non
     alone.save(tmp_path, alone.init(model, tx, key=fb.random.key(0)))
     here = fb.Booster("cpu", precision, plugin, fb.virtual_mesh(fsdp=8))
     abstract = here.abstract(model, tx)
-    place = (0, 3)
     parts = {
         name: fb.tree.map(lambda info: replace(info, shape=info.shape[2:]), getattr(abstract, name))
         for name in ("storage", "frozen", "opt_state")
     }
-    mesh = Mesh(abstract.plan.mesh.axes, ("", ""), place)
+    mesh = Mesh(abstract.plan.mesh.axes, ("", ""), place=(0, 3))
     like = replace(abstract, **parts, plan=Plan(plugin, mesh))
     whole = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
-    with reader.reader(folder(tmp_path)) as source, Largest() as largest:
-        held = holdings.holdings(like)
-        mine = sum(torch.Size(each.shape).numel() * each.dtype.itemsize for each in held)
-        state = loading._filled(source, like, held, {}, torch.device("cpu"))
+    place = folder(tmp_path)
+    with reader.reader(place, checkpoint.read_manifest(tmp_path)) as source, Largest() as largest:
+        mine = sum(info.nbytes for info in fb.tree.leaves(like))
+        state = loading._filled(source, like, {}, torch.device("cpu"))
         assert source.bytes_read <= whole / 8 + 3 * 2 * source.chunk
     assert mine <= whole / 7
     assert largest.nbytes <= max(2049 * 2048 * 4 / 8 + 4096, source.chunk)

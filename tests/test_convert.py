@@ -192,7 +192,7 @@ def test_inspect_shows_the_first_format_and_weights_of_others(capsys: pytest.Cap
         (lambda runs: ["inspect", "cut"], "is damaged"),
         (lambda runs: ["convert", "nowhere", "x"], "nowhere does not exist"),
         (lambda runs: ["convert", runs / "gpt2", "held"], "dst: held holds a native checkpoint"),
-        (lambda runs: ["convert", runs / "gpt2", "memory://x"], "dst: memory://x, expected a folder of this machine"),
+        (lambda runs: ["convert", runs / "gpt2", "nowhere://x"], "Protocol not known: nowhere"),
         (lambda runs: ["convert", runs / "gpt2", "x", "--size-per-shard", "0"], "size_per_shard: 0.0, expected"),
         (lambda runs: ["convert", "held", "x"], "--config: missing; held is of no run"),
         (lambda runs: ["convert", "held", "x", "--config", "bert.json"], "model_type 'bert', expected one of"),

@@ -1,6 +1,6 @@
 """Checkpoints: a directory with safetensors and a JSON manifest, published in one moment, opened by any layout.
 
-Every rank writes what it holds, as ranges of the leaves' elements (``holdings``, ``snapshots``, ``saving``), and reads
+Every rank writes what it holds, as ranges of the leaves' elements (``leaves``, ``snapshots``, ``saving``), and reads
 what it needs (``reader``, ``loading``); resharding is reading. Files are written under new names and synced; then the
 manifest that names them takes the old one's place. A crash at any point leaves the old checkpoint whole or the new one.
 Nothing is ever unpickled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -56,10 +57,13 @@ class Saving:
         if not self._told:
             self.result()
 
-    def _report(self) -> None:
-        if self._error is not None and not self._told:
-            traceback.print_exception(self._error, file=sys.stderr)
-            print(f"(the checkpoint {self._path} was being written in the background)", file=sys.stderr)
+    def _report(self) -> bool:
+        """Print the error that nobody has heard; whether there is one."""
+        if self._error is None or self._told:
+            return False
+        traceback.print_exception(self._error, file=sys.stderr)
+        print(f"(the checkpoint {self._path} was being written in the background)", file=sys.stderr)
+        return True
 
 
 def start(path: str, write: Callable[[], None]) -> Saving:
@@ -84,8 +88,12 @@ def settle() -> None:
 
 @atexit.register  # after all threads have ended
 def _report() -> None:
-    if _last is not None:
-        _last._report()
+    """A checkpoint that is not there is a failure of the process: its exit status is 1."""
+    if _last is not None and _last._report():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # there is no other way by now
 
 
 def _forget() -> None:

@@ -1,14 +1,17 @@
 """Where a checkpoint lies: a directory of this machine, or a folder behind an fsspec URL (``s3://``, ``memory://``).
 
-Both have the same methods. A local one is durable: what ``create`` and ``put`` have written is on the disk, and ``put``
-is one moment. Elsewhere each file appears whole or not at all, as object stores have it; there are no locks there.
+Both have the same methods. A local one is durable: what ``create`` and ``put`` have written is on the disk, and
+``put``, ``copy`` and ``rename`` are one moment. Elsewhere each file appears whole or not at all, as object stores have
+it; there are no locks there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
+import shutil
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +22,39 @@ from fsspec.implementations.local import LocalFileSystem
 
 from functional_booster import locking
 
+from .tensor_files import PARALLEL
+
+_STRETCH = 4 * 2**20  # bytes that are written at once
+
+
+class _Early(io.FileIO):
+    """A new file whose bytes are on their way to the disk as soon as they are written: a sync at the end waits less."""
+
+    def write(self, data: Any) -> int:
+        """Some of the bytes, as any raw file; returns how many."""
+        written = super().write(memoryview(data)[:_STRETCH])
+        if hasattr(os, "posix_fadvise"):  # on Linux this begins to write what is dirty, and waits for nothing
+            os.posix_fadvise(self.fileno(), self.tell() - written, written, os.POSIX_FADV_DONTNEED)
+        return written
+
+
+def _new(path: Path) -> io.BufferedWriter:
+    return io.BufferedWriter(_Early(path, "xb"))
+
 
 @dataclass(frozen=True)
 class Local:
     """A directory of this machine."""
 
     path: Path
-    readers: ClassVar[int] = min(8, os.cpu_count() or 1)  # threads that read at a time
+    readers: ClassVar[int] = min(8, os.cpu_count() or 1) if PARALLEL else 1  # threads that read at a time
 
     def __str__(self) -> str:
         return str(self.path)
+
+    def exists(self) -> bool:
+        """Whether there is a folder, or a file in its place."""
+        return self.path.exists()
 
     def is_file(self) -> bool:
         """Whether there is a file in the folder's place."""
@@ -56,9 +82,12 @@ class Local:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
-    def exclusive(self) -> contextlib.AbstractContextManager[bool]:
-        """Wait for, and hold, the folder against other savers. Yields whether there surely is no other."""
-        return locking.exclusive(self.path, wait=True)
+    def exclusive(self, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+        """Hold the folder against other savers. Yields whether there surely is no other.
+
+        Raises BlockingIOError where there is one, unless told to ``wait``.
+        """
+        return locking.exclusive(self.path, wait=wait)
 
     def open(self, name: str) -> BinaryIO:
         """A file to read from."""
@@ -67,14 +96,14 @@ class Local:
     @contextlib.contextmanager
     def create(self, name: str) -> Generator[BinaryIO]:
         """A new file to write to, on the disk at the end. Raises FileExistsError where there is one."""
-        with open(self.path / name, "xb") as stream:
+        with _new(self.path / name) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
 
     def put(self, name: str, content: bytes) -> None:
         """The whole file, in place of the one that may be there, in one moment."""
-        fresh = f"{name}.{secrets.token_hex(4)}"
+        fresh = hidden(name)
         try:
             with self.create(fresh) as stream:
                 stream.write(content)
@@ -84,6 +113,24 @@ class Local:
             self.remove([fresh])
             raise
         sync(self.path)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name, in place of the one that may have it."""
+        os.replace(self.path / name, self.path / new)
+
+    def copy(self, name: str, new: str) -> None:
+        """Have a file under another name, too, in place of the one that may have it."""
+        fresh = self.path / hidden(new)
+        try:
+            try:
+                os.link(self.path / name, fresh)
+            except OSError:  # a file system without links
+                shutil.copyfile(self.path / name, fresh)
+                sync(fresh)
+            os.replace(fresh, self.path / new)
+        except OSError:
+            fresh.unlink(missing_ok=True)
+            raise
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove those of the files that there are."""
@@ -106,8 +153,14 @@ class Remote:
     def __str__(self) -> str:
         return self.files.unstrip_protocol(self.path)
 
+    def exists(self) -> bool:
+        """Whether there is a folder, or a file in its place."""
+        self.files.invalidate_cache()
+        return self.files.exists(self.path)
+
     def is_file(self) -> bool:
         """Whether there is a file in the folder's place."""
+        self.files.invalidate_cache()
         return self.files.isfile(self.path)
 
     def names(self) -> list[str]:
@@ -134,7 +187,7 @@ class Remote:
             if not self.names():
                 self.files.rmdir(self.path)
 
-    def exclusive(self) -> contextlib.AbstractContextManager[bool]:
+    def exclusive(self, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
         """Yields False: who else is at work here is not known."""
         return contextlib.nullcontext(False)
 
@@ -149,6 +202,15 @@ class Remote:
     def put(self, name: str, content: bytes) -> None:
         """The whole file, in place of the one that may be there."""
         self.files.pipe_file(self._of(name), content)
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a file another name, in place of the one that may have it."""
+        self.copy(name, new)
+        self.files.rm_file(self._of(name))
+
+    def copy(self, name: str, new: str) -> None:
+        """Have a file under another name, too, in place of the one that may have it."""
+        self.files.cp_file(self._of(name), self._of(new))
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove those of the files that there are."""
@@ -177,6 +239,20 @@ def folder(path: str | os.PathLike[str]) -> Folder:
         return Local(Path(given))
     files, inside = fsspec.url_to_fs(given)
     return Local(Path(inside)) if isinstance(files, LocalFileSystem) else Remote(files, inside.rstrip("/"))
+
+
+def file(path: str | os.PathLike[str]) -> tuple[Folder, str]:
+    """The folder that a file is in, and its name. Raises as ``folder``."""
+    place = folder(path)
+    if isinstance(place, Local):
+        return Local(place.path.parent), place.path.name
+    parent, _, name = place.path.rpartition("/")
+    return Remote(place.files, parent), name
+
+
+def hidden(name: str, token: str | None = None) -> str:
+    """A name for a file that is to have ``name`` once it is whole."""
+    return f".{token or secrets.token_hex(8)}.{name}"
 
 
 def sync(path: Path) -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 
 from functional_booster import watchdog
-from functional_booster.kernels import tree
+from functional_booster.kernels import flat, tree
 from functional_booster.precision import ConstantScaling
 from functional_booster.state import TrainState
 
-from . import background
+from . import background, conversions, leaves
 from .folders import folder
-from .holdings import Holding, holdings, leaves
+from .leaves import Leaf
 from .manifest import described
-from .reader import Reader, reader
+from .meetings import Meetings
+from .reader import Reader, consistent
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,34 @@ def load(
     LoadReport): leaves that the checkpoint does not have keep the values of ``like``, and it may have others.
 
     Raises FileNotFoundError for a path that is no checkpoint; ValueError where the data is damaged, or, with the whole
-    list, where leaves are missing or unexpected, or of another shape or kind of dtype (which no ``strict`` allows). On
-    processes, each must call it, and where it fails on one of them, the others raise RankFailure.
+    list, where leaves are missing or unexpected, or (which no ``strict`` allows) of another shape or kind of dtype, or
+    hold finite numbers that would be infinite in a narrower dtype. On processes, each must call it, and where it fails
+    on one of them, the others raise RankFailure. Where others save to ``path`` meanwhile, it is one of their states.
     """
-    with watchdog.all_or_none("load", alone=not like.plan.mesh.across), _reader(path) as source:
-        held = holdings(like)
+    alone = not like.plan.mesh.across
+
+    def together() -> contextlib.AbstractContextManager[None]:
+        return watchdog.all_or_none("load", alone=alone)
+
+    def read(source: Reader) -> tuple[TrainState, LoadReport]:
         fresh = _counters_of_before(source)
-        report = _fit(source, held, fresh, tree.leaves(like), strict)
-        state = _filled(source, like, held, fresh, torch.device(device))
+        report = _fit(source, leaves.of_state(like), fresh, strict)
+        return _filled(source, like, fresh, torch.device(device)), report
+
+    with together():
+        background.settle()  # it may be this one that is being written
+        place = folder(path)
+    state, report = consistent(place, read, together, bool if alone else _all_alike)
     return state if strict else (state, report)
 
 
-def _reader(path: str | os.PathLike[str]) -> Reader:
-    background.settle()  # it may be this one that is being written
-    return reader(folder(path))
+def _all_alike(said: str) -> bool:
+    """Whether all processes say the same, and something."""
+    if watchdog.started() is None:
+        return bool(said)
+    with contextlib.closing(Meetings("load")) as meetings:
+        heard = meetings.exchange(said)
+    return all(heard) and len(set(heard)) == 1
 
 
 def _counters_of_before(source: Reader) -> dict[str, torch.Tensor]:
@@ -72,14 +88,11 @@ def _counters_of_before(source: Reader) -> dict[str, torch.Tensor]:
     return tree.named_leaves({"loss_scale": ConstantScaling().init()})
 
 
-def _fit(
-    source: Reader, held: Sequence[Holding], fresh: dict[str, torch.Tensor], like: Sequence[Any], strict: bool
-) -> LoadReport:
+def _fit(source: Reader, targets: Mapping[str, Leaf], fresh: Mapping[str, torch.Tensor], strict: bool) -> LoadReport:
     """What differs; raises ValueError with the whole list of what may not."""
-    wanted = leaves(held)
+    wanted = {name: (leaf.shape, leaf.dtype) for name, leaf in targets.items()}
     saved = {name: (leaf.shape, leaf.dtype) for name, leaf in source.leaves.items()}
     saved |= {name: (tuple(leaf.shape), leaf.dtype) for name, leaf in fresh.items()}
-    kept = {name for holding, leaf in zip(held, like, strict=True) if _is_tensor(leaf) for name in holding.leaves}
     missing = [name for name in wanted if name not in saved]
     unexpected = [name for name in saved if name not in wanted]
     problems, cast = [], []
@@ -88,54 +101,64 @@ def _fit(
         problems += [f"{name}: not in the model and optimizer" for name in unexpected]
     else:
         lost = "not in the checkpoint, and an abstract `like` has no value to keep: give a state"
-        problems += [f"{name}: {lost}" for name in missing if name not in kept]
+        problems += [f"{name}: {lost}" for name in missing if not isinstance(targets[name].buffer, torch.Tensor)]
     for name in wanted.keys() & saved.keys():
         (shape, dtype), (expected, kind) = saved[name], wanted[name]
-        if shape != expected or (dtype != kind and not (dtype.is_floating_point and kind.is_floating_point)):
+        if shape != expected or not conversions.converts(dtype, kind):
             problems.append(f"{name}: {_text(shape, dtype)}, expected {_text(expected, kind)}")
         elif dtype != kind:
             cast.append(name)
     if problems:
-        raise ValueError(f"{source.place} does not fit:\n  " + "\n  ".join(sorted(problems)))
+        raise _unfit(source, problems)
     return LoadReport(tuple(sorted(missing)), tuple(sorted(unexpected)), tuple(sorted(cast)))
 
 
 @torch.inference_mode(mode=False)  # as any state's: its tensors are trained
 @torch.no_grad()
-def _filled(
-    source: Reader, like: TrainState, held: Sequence[Holding], fresh: dict[str, torch.Tensor], device: torch.device
-) -> TrainState:
+def _filled(source: Reader, like: TrainState, fresh: Mapping[str, torch.Tensor], device: torch.device) -> TrainState:
     """``like`` with new tensors, each range of elements read once and copied to all of this process's ranks."""
-    old, structure = tree.flatten(like)
-    new, first = [], dict[tuple[str, int, int], torch.Tensor]()
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for holding, leaf in zip(held, old, strict=True):
-        home = torch.device("cpu") if holding.host else device
-        tensor = torch.zeros(
-            holding.shape, dtype=holding.dtype, device=home, pin_memory=holding.host and device.type == "cuda"
-        )  # padding is zero
-        new.append(tensor)
-        values = tensor.view(-1)
-        for part in holding.parts:
-            for extent in part.extents:
-                name, start, size = key = extent.leaf, extent.start, extent.size
-                out = values[extent.at : extent.at + size]
-                if name in fresh:
-                    out.copy_(fresh[name].view(-1)[start : start + size])
-                elif name not in source.leaves:
-                    out.copy_(leaf.detach().contiguous().view(-1)[extent.at : extent.at + size])
-                elif key in first:
-                    copies.append((out, first[key]))
-                else:
-                    first[key] = out
-    source.fill_all((name, start, out) for (name, start, _), out in first.items())
-    for out, read in copies:
-        out.copy_(read)
-    return tree.unflatten(structure, new)
+    state = tree.map(lambda node: _empty(node, device), like, is_leaf=leaves.is_flat)
+    old = leaves.of_state(like)
+    wanted: list[tuple[str, int, torch.Tensor]] = []
+    others: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, leaf in leaves.of_state(state).items():
+        for piece in leaves.held(leaf):
+            if name in fresh:
+                leaves.write(leaf, piece, fresh[name].view(-1)[piece.start : piece.stop])
+            elif name not in source.leaves:
+                leaves.write(leaf, piece, leaves.read(old[name], piece))
+            else:
+                first, *rest = leaves.copies(leaf, piece)
+                wanted.append((name, piece.start, first.view(-1)))
+                others += ((copy, first) for copy in rest)
+    for leaf in leaves.padding(state):
+        for copy in (copy for piece in leaves.held(leaf) for copy in leaves.copies(leaf, piece)):
+            copy.zero_()
+    source.fill_all(wanted)
+    if source.lossy:
+        raise _unfit(source, [f"{name}: {conversions.beyond(dtype)}" for name, dtype in source.lossy.items()])
+    for copy, first in others:
+        copy.copy_(first)
+    return state
 
 
-def _is_tensor(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor)
+def _empty(node: Any, device: torch.device) -> Any:
+    """A node of a state in fresh memory."""
+    if not leaves.is_flat(node):
+        return torch.empty(tuple(node.shape), dtype=node.dtype, device=device)
+
+    def empty(bucket: str, buffer: Any) -> torch.Tensor:
+        host = bucket in node.layout.host
+        home = torch.device("cpu") if host else device
+        pin = host and device.type == "cuda"
+        return torch.empty(tuple(buffer.shape), dtype=buffer.dtype, device=home, pin_memory=pin)
+
+    buffers = {name: None if buffer is None else empty(name, buffer) for name, buffer in node.buffers.items()}
+    return flat.Flat(buffers, node.layout)
+
+
+def _unfit(source: Reader, problems: list[str]) -> ValueError:
+    return ValueError(f"{source.place} does not fit:\n  " + "\n  ".join(sorted(problems)))
 
 
 def _text(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -35,9 +35,10 @@ FIRST_FORMAT = "functional_booster/1"
 CLAIM = f"{MANIFEST}.saving"  # the processes that save together read the token of their files' names in it
 CHUNK = 4 * 2**20
 _DATA = re.compile(r"state-[0-9a-f]{16}(-\d{5,})?\.safetensors")
-_OURS = re.compile(  # what a save that died may leave
-    rf"{_DATA.pattern}|state-[0-9a-f]{{16}}-\d{{5,}}\.json(\.[0-9a-f]{{8}})?"
-    rf"|{re.escape(MANIFEST)}\.[0-9a-f]{{8}}|{re.escape(CLAIM)}(\.[0-9a-f]{{8}})?"
+_OURS = re.compile(  # what a save that died may leave; names with a suffix are those of older versions
+    rf"(\.[0-9a-f]{{16}}\.)?({_DATA.pattern}|state-[0-9a-f]{{16}}-\d{{5,}}\.json|{re.escape(CLAIM)})"
+    rf"|\.[0-9a-f]{{16}}\.{re.escape(MANIFEST)}"
+    rf"|(state-[0-9a-f]{{16}}-\d{{5,}}\.json|{re.escape(MANIFEST)}|{re.escape(CLAIM)})\.[0-9a-f]{{8}}"
 )
 
 

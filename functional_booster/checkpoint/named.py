@@ -10,7 +10,7 @@ from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, spmd
 from functional_booster.state import TrainState, on_ranks
 
-from .holdings import holdings, leaves
+from . import leaves
 
 Tree = tree.Tree
 
@@ -21,7 +21,7 @@ def named_tensors(state: TrainState) -> dict[str, Any]:
     Whole tensors, or ArrayInfo where the state holds ArrayInfo. On processes, each must call it.
     """
     if any(isinstance(leaf, ArrayInfo) for leaf in tree.leaves(state)):
-        return {name: ArrayInfo(shape, dtype) for name, (shape, dtype) in leaves(holdings(state)).items()}
+        return {name: ArrayInfo(leaf.shape, leaf.dtype) for name, leaf in leaves.of_state(state).items()}
     return tree.named_leaves(spmd(lambda state: Replicated(_plain(state)), state.plan.mesh)(on_ranks(state)))
 
 
@@ -32,12 +32,8 @@ def _plain(state: TrainState) -> dict[str, Tree]:
     device = state.step.device
 
     def whole(node: Any) -> Any:
-        return flat.unravel(shards.join(shards.on_device(node, device))) if _is_flat(node) else node
+        return flat.unravel(shards.join(shards.on_device(node, device))) if leaves.is_flat(node) else node
 
-    plain = tree.map(whole, parts, is_leaf=_is_flat)
+    plain = tree.map(whole, parts, is_leaf=leaves.is_flat)
     trained, frozen = plain.pop("storage"), plain.pop("frozen")
     return {**plain, "params": trained if frozen is None else tree.combine(trained, frozen)}
-
-
-def _is_flat(node: Any) -> bool:
-    return isinstance(node, flat.Flat)

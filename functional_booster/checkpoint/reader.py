@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
-from zlib import crc32
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from . import manifest
-from .data_files import DTYPES, as_bytes
+from . import conversions, manifest, tensor_files
+from .checksum import crc32
 from .folders import Folder, folder
+from .tensor_files import as_bytes, read_at, read_head
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,27 @@ class Leaf:
     pieces: tuple[Stored, ...]
 
 
+class Vanished(ValueError):
+    """A data file is not there: the checkpoint is damaged, unless it was replaced by another one meanwhile."""
+
+
 @dataclass
 class Reader:
-    """A checkpoint that is read. ``bytes_read`` counts what was. A context manager, which closes the files."""
+    """A checkpoint that is read. A context manager, which closes the files.
+
+    ``bytes_read`` counts what was read; ``lossy``: {leaf: the dtype in which finite numbers of it are infinite}.
+    """
 
     place: Folder
     leaves: dict[str, Leaf]
     sizes: dict[str, int]
     chunk: int
     bytes_read: int = 0
+    lossy: dict[str, torch.dtype] = field(default_factory=dict)
     _files: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    _opened: dict[str, BinaryIO] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _own: threading.local = field(default_factory=threading.local)  # a thread's files, and memory for a chunk
+    _own: threading.local = field(default_factory=threading.local)  # a thread's memory for a chunk
 
     def __enter__(self) -> Reader:
         return self
@@ -61,8 +71,15 @@ class Reader:
     def __exit__(self, *_: Any) -> None:
         self._files.close()
 
-    def fill_all(self, wanted: Iterable[tuple[str, int, torch.Tensor]]) -> None:
-        """``fill`` of each (name, start, out), some at a time."""
+    def fill_all(self, wanted: Sequence[tuple[str, int, torch.Tensor]]) -> None:
+        """``fill`` of each (name, start, out), some at a time.
+
+        The files are opened first: on this machine they stay readable then, whatever another process saves here.
+        Raises Vanished where one is not there.
+        """
+        for name, start, out in wanted:
+            for piece in self._pieces(name, start, start + len(out)):
+                self._open(piece.file)
         with ThreadPoolExecutor(self.place.readers) as threads:
             for _ in threads.map(lambda each: self.fill(*each), wanted):  # the first error ends it
                 pass
@@ -73,20 +90,23 @@ class Reader:
         Raises ValueError where the data is damaged.
         """
         end, done = start + len(out), start
-        for piece in self.leaves[name].pieces:
-            if piece.start <= done < min(piece.stop, end):
+        for piece in self._pieces(name, start, end):
+            if piece.start <= done:
                 upto = min(piece.stop, end)
                 self._fill(name, piece, done - piece.start, out[done - start : upto - start])
                 done = upto
         if done < end:
             raise ValueError(f"{self.place} is damaged: {name} is not whole")
 
+    def _pieces(self, name: str, start: int, end: int) -> list[Stored]:
+        return [piece for piece in self.leaves[name].pieces if start < piece.stop and piece.start < end]
+
     def _fill(self, name: str, piece: Stored, begin: int, out: torch.Tensor) -> None:
         """The elements of a piece from ``begin`` on: a chunk at a time, since whole chunks are what can be verified."""
         dtype = self.leaves[name].dtype
         total, each = (piece.stop - piece.start) * dtype.itemsize, self.chunk // dtype.itemsize
         direct = out.device.type == "cpu" and out.dtype == dtype
-        stream = self._stream(piece.file)
+        stream = self._open(piece.file)
         for number in range(begin // each, -(-(begin + len(out)) // each)):
             at, length = number * self.chunk, min(self.chunk, total - number * self.chunk)
             first, stop = number * each, number * each + length // dtype.itemsize
@@ -99,26 +119,29 @@ class Reader:
             if piece.sums is not None and crc32(data) != piece.sums[number]:
                 raise ValueError(f"{self.place}: {piece.file} is damaged: its checksum does not match, in {name}")
             if not whole:
-                wanted.copy_(chunk.view(dtype)[lo - first : hi - first])
+                values = chunk.view(dtype)[lo - first : hi - first]
+                if conversions.overflow(values, out.dtype):
+                    self.lossy[name] = out.dtype
+                wanted.copy_(values)
 
     def _read(self, stream: BinaryIO, file: str, at: int, data: memoryview) -> None:
-        stream.seek(at)
-        done = 0
-        while done < len(data):
-            got = stream.readinto(data[done:])  # type: ignore[attr-defined]
-            if not got:
-                raise ValueError(f"{self.place}: {file} is damaged: it ends too early")
-            done += got
+        try:
+            read_at(stream, at, data)
+        except FileNotFoundError as error:  # an object store opens nothing
+            raise _vanished(self.place, file) from error
+        except ValueError as error:
+            raise ValueError(f"{self.place}: {file} is damaged: {error}") from error
         with self._lock:
-            self.bytes_read += done
+            self.bytes_read += len(data)
 
-    def _stream(self, file: str) -> BinaryIO:
-        opened = self._own.__dict__.setdefault("files", {})
-        if file not in opened:
-            check_size(self.place, file, self.sizes[file])
-            with self._lock:
-                opened[file] = self._files.enter_context(self.place.open(file))
-        return opened[file]
+    def _open(self, file: str) -> BinaryIO:
+        if file not in self._opened:
+            try:
+                check_size(self.place, file, self.sizes[file])
+                self._opened[file] = self._files.enter_context(self.place.open(file))
+            except FileNotFoundError as error:
+                raise _vanished(self.place, file) from error
+        return self._opened[file]
 
     def _scratch_of(self, out: torch.Tensor) -> torch.Tensor:
         """A chunk's memory in the host; a GPU copies from pinned pages by itself."""
@@ -129,9 +152,8 @@ class Reader:
         return scratch[pinned]
 
 
-def reader(place: Folder) -> Reader:
-    """The Reader of a checkpoint of either format; raises FileNotFoundError or ValueError for what is none."""
-    content = manifest.read(place)
+def reader(place: Folder, content: Mapping[str, Any]) -> Reader:
+    """The Reader of a checkpoint of either format, of which this is the manifest. Raises ValueError for damage."""
     if content["format"] == manifest.FIRST_FORMAT:
         return _first(place, content)
     files = content["files"]
@@ -156,51 +178,85 @@ def read_tensors(path: str | os.PathLike[str], names: Iterable[str] | None = Non
 
     Raises FileNotFoundError or ValueError for what is no checkpoint or damaged, KeyError for an unknown name.
     """
-    with reader(folder(path)) as source:
-        found = {}
-        for name in source.leaves if names is None else names:
-            leaf = source.leaves[name]
-            found[name] = torch.empty(leaf.shape, dtype=leaf.dtype)
-        source.fill_all((name, 0, tensor.view(-1)) for name, tensor in found.items())
+    wanted = None if names is None else list(names)
+
+    def read(source: Reader) -> dict[str, torch.Tensor]:
+        leaves = {name: source.leaves[name] for name in (source.leaves if wanted is None else wanted)}
+        found = {name: torch.empty(leaf.shape, dtype=leaf.dtype) for name, leaf in leaves.items()}
+        source.fill_all([(name, 0, tensor.view(-1)) for name, tensor in found.items()])
         return found
+
+    return consistent(folder(path), read)
+
+
+def consistent(
+    place: Folder,
+    read: Callable[[Reader], Found],
+    together: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    alike: Callable[[str], bool] = bool,
+) -> Found:
+    """``read`` a checkpoint, as one save has left it, however often another process saves there meanwhile.
+
+    Where a file of it goes while it is read, as another manifest has taken its place, it is read anew: each time one
+    save more has been completed. Raises Vanished where the manifest is as before. Processes that read together do so
+    in a context ``together()``, and tell ``alike`` which save they have read ("": none), which is whether it is one.
+    """
+    before: dict[str, Any] | None = None
+    while True:
+        said, found = "", list[Found]()
+        with together():
+            content = manifest.read(place)
+            try:
+                with reader(place, content) as source:
+                    found.append(read(source))
+                said = hashlib.sha256(repr(manifest.data_files(content)).encode()).hexdigest()  # new names each time
+            except Vanished:
+                if content == before:
+                    raise
+        if alike(said):
+            return found[0]
+        before = content
 
 
 def check_size(place: Folder, file: str, size: int) -> None:
     """Raise ValueError where a data file is not there, or of another size."""
     if (found := place.size(file)) is None:
-        raise ValueError(f"{place}: {file} is missing (if another process is saving here, load again)")
+        raise _vanished(place, file)
     if found != size:
         raise ValueError(f"{place}: {file} is damaged: {found} bytes, expected {size}")
+
+
+def _vanished(place: Folder, file: str) -> Vanished:
+    return Vanished(f"{place}: {file} is missing")
 
 
 def _first(place: Folder, content: Mapping[str, Any]) -> Reader:
     """A checkpoint of format 1, whose data file is verified as a whole."""
     file = content["data"]
-    if place.size(file) is None:
-        raise ValueError(f"{place}: {file} is missing (if another process is saving here, load again)")
-    with place.open(file) as stream:
+    size = place.size(file) or 0
+    with contextlib.ExitStack() as opened:
+        try:
+            stream = opened.enter_context(place.open(file))
+        except FileNotFoundError as error:
+            raise _vanished(place, file) from error
         if _sha256(stream) != content["sha256"]:
             raise ValueError(f"{place}: {file} is damaged: its checksum does not match")
         stream.seek(0)
         try:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-            leaves = {
-                name: _of_header(header[name], leaf, 8 + length, file) for name, leaf in content["leaves"].items()
-            }
-        except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            tensors, _ = read_head(stream, size)
+            leaves = {name: _of_header(tensors[name], leaf, file) for name, leaf in content["leaves"].items()}
+        except (ValueError, KeyError) as error:
             told = f"{place}: {file} is damaged: it is not what {manifest.MANIFEST} says ({error})"
             raise ValueError(told) from error
-    return Reader(place, leaves, {file: place.size(file) or 0}, manifest.CHUNK)
+    return Reader(place, leaves, {file: size}, manifest.CHUNK)
 
 
-def _of_header(entry: Mapping[str, Any], leaf: Mapping[str, Any], start: int, file: str) -> Leaf:
+def _of_header(stored: tensor_files.Stored, leaf: Mapping[str, Any], file: str) -> Leaf:
     shape, dtype = tuple(leaf["shape"]), getattr(torch, leaf["dtype"])
-    begin, end = entry["data_offsets"]
+    if (stored.dtype, stored.shape) != (dtype, shape):
+        raise ValueError(f"{stored}, expected {leaf}")
     size = math.prod(shape)
-    if (entry["dtype"], tuple(entry["shape"]), end - begin) != (DTYPES[dtype], shape, size * dtype.itemsize):
-        raise ValueError(f"{entry}, expected {leaf}")
-    return Leaf(shape, dtype, (Stored(file, start + begin, 0, size, None),) if size else ())
+    return Leaf(shape, dtype, (Stored(file, stored.start, 0, size, None),) if size else ())
 
 
 def _sha256(stream: BinaryIO) -> str:

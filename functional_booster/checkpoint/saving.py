@@ -17,16 +17,14 @@ from functional_booster import watchdog
 from functional_booster.donation import refuse_consumed
 from functional_booster.state import TrainState
 
-from . import background, data_files, manifest
+from . import background, data_files, manifest, snapshots
 from .background import Saving
 from .folders import Folder, folder
 from .manifest import CHUNK, CLAIM, FORMAT, MANIFEST
 from .meetings import Meetings
-from .snapshots import HostCopies, Snapshot, snapshot
+from .snapshots import Snapshot, snapshot
 
 Together = Callable[[], contextlib.AbstractContextManager[None]]
-
-_copies = HostCopies()  # of this process, which has one save in the background at a time
 
 
 def save(path: str | os.PathLike[str], state: TrainState, *, metrics: Mapping[str, float] | None = None) -> None:
@@ -58,10 +56,10 @@ def save_async(
     together = _together(state)
     with together():
         background.settle()
-        taken = replace(_copies.snapshot(state), metrics=_numbers(metrics))
+        taken = replace(snapshots.copies.snapshot(state), metrics=_numbers(metrics))
     if not state.plan.mesh.across:
         return background.start(os.fspath(path), lambda: write(path, taken))
-    meetings = Meetings(taken.step)
+    meetings = Meetings("save", taken.step)
 
     def work() -> None:
         with contextlib.closing(meetings):

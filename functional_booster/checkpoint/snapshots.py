@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,7 @@ from functional_booster.donation import refuse_consumed
 from functional_booster.kernels import tree
 from functional_booster.state import TrainState
 
-from .holdings import holdings, index_of, leaves, to_write
+from . import leaves
 from .manifest import CHUNK, described
 
 
@@ -48,50 +50,69 @@ def snapshot(state: TrainState, to_host: Callable[[torch.Tensor], torch.Tensor] 
     """
     tensors = tree.leaves(state)
     refuse_consumed(tree.names(state), tensors)
-    mesh, held = state.plan.mesh, holdings(state)
-    pieces = []
-    for number, extent in to_write(held, mesh, CHUNK):
-        values = tensors[number].detach().contiguous().view(-1)[extent.at : extent.at + extent.size]
-        pieces.append(Piece(extent.leaf, extent.start, to_host(values)))
+    mesh, found = state.plan.mesh, leaves.of_state(state)
+    pieces = [
+        Piece(name, piece.start, to_host(leaves.read(found[name], piece)))
+        for name, piece in leaves.to_write(found, mesh, CHUNK)
+    ]
     return Snapshot(
         pieces=tuple(pieces),
-        leaves={name: described(shape, dtype) for name, (shape, dtype) in leaves(held).items()},
+        leaves={name: described(leaf.shape, leaf.dtype) for name, leaf in found.items()},
         step=int(state.step),
         position=int(state.position),
         layout={"plugin": repr(state.plan.plugin), "mesh": dict(mesh.axes), "virtual": mesh.virtual},
-        rank=index_of(mesh, mesh.place, mesh.names) if mesh.across else 0,
+        rank=leaves.index_of(mesh, mesh.place, mesh.names) if mesh.across else 0,
         ranks=mesh.size if mesh.across else 1,
     )
 
 
 class HostCopies:
-    """Snapshots in memory of their own, which each one takes over from the one before: at most one is in use.
+    """Copies in memory of the host, which each save takes over from the one before: at most one is in use.
 
     What comes from a GPU goes to pinned memory.
     """
 
     def __init__(self) -> None:
-        self._buffers: list[torch.Tensor] = []
+        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._used: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def renewed(self) -> Generator[HostCopies]:
+        """Around the making of copies for a save: nobody needs those of the one before, and their memory is free.
+
+        What this one has no use for is given up.
+        """
+        for buffer in self._used:
+            self._free.setdefault((len(buffer), buffer.is_pinned()), []).append(buffer)
+        self._used = []
+        try:
+            yield self
+        finally:
+            self._free = {}
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for a tensor that comes from ``device``."""
+        pinned, nbytes = device.type == "cuda", math.prod(shape) * dtype.itemsize
+        fitting = self._free.get((nbytes, pinned))
+        buffer = fitting.pop() if fitting else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        self._used.append(buffer)
+        return buffer.view(dtype).view(shape)
 
     def snapshot(self, state: TrainState) -> Snapshot:
-        """As ``snapshot``; the state may change as soon as this returns."""
-        free: dict[tuple[int, bool], list[torch.Tensor]] = {}
-        for buffer in self._buffers:
-            free.setdefault((len(buffer), buffer.is_pinned()), []).append(buffer)
-        used, sources = [], set[torch.device]()
+        """As ``snapshot``, in memory of its own; the state may change as soon as this returns."""
+        sources = set[torch.device]()
 
         def to_host(values: torch.Tensor) -> torch.Tensor:
-            pinned = values.device.type == "cuda"
-            fitting = free.get((values.nbytes, pinned))
-            buffer = fitting.pop() if fitting else torch.empty(values.nbytes, dtype=torch.uint8, pin_memory=pinned)
-            used.append(buffer)
             sources.add(values.device)
-            return buffer.view(values.dtype).copy_(values, non_blocking=pinned)
+            there = self.empty((len(values),), values.dtype, values.device)
+            return there.copy_(values, non_blocking=values.device.type == "cuda")
 
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with self.renewed(), torch.inference_mode(mode=False), torch.no_grad():
             taken = snapshot(state, to_host)
         for device in sources:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
-        self._buffers = used
         return taken
+
+
+copies = HostCopies()  # of this process, which has one save in the background at a time
