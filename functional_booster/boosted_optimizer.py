@@ -86,7 +86,7 @@ class BoostedOptimizer:
         run = self._run
         values, before = {name: run.parameters[name].detach() for name in gradients}, self._state_for(gradients)
         max_norm = max_norm_under(run.plan.plugin, None) if self._norm is None else None
-        recipe = step.Recipe(_no_loss, _by_leaf(self._converted.tx), run.precision, max_norm=max_norm)
+        recipe = step.Recipe(_no_loss, self._converted.tx, run.precision, max_norm=max_norm)
 
         def local(state: TrainState, gradients: flat.Flat) -> tuple[TrainState, Replicated]:
             one, gradients = torch.ones_like(state.loss_scale.factor), shards.on_device(gradients, state.step.device)
@@ -251,14 +251,14 @@ class BoostedOptimizer:
         thawed = {name: self._parameters[name].detach() for name in names if name not in state.inner}
         if not thawed:
             return state
-        new = own(spmd(self._converted.tx.init, self._run.plan.mesh)(thawed))
+        new = own(spmd(self._converted.tx.init, self._run.plan.mesh)(self._run.laid_out(thawed)))
         return state._replace(inner={**state.inner, **new.inner})
 
 
 def optimizer_state(run: Run, optimizer: torch.optim.Optimizer, converted: FromTorch) -> FromTorchState:
     """The state of the parameters that are trained, with the moments that the torch optimizer brings along."""
     trained = {name: leaf.detach() for name, leaf in run.parameters.items() if leaf.requires_grad}
-    state = own(spmd(converted.tx.init, run.plan.mesh)(trained))
+    state = own(spmd(converted.tx.init, run.plan.mesh)(run.laid_out(trained)))
     if not optimizer.state:
         return state
     inner = {}
@@ -267,20 +267,6 @@ def optimizer_state(run: Run, optimizer: torch.optim.Optimizer, converted: FromT
         carried = converted.carry_over(converted.tx.init({name: like})).inner[name]
         inner[name] = own(tree.map(lambda value, now, name=name: run.part(name, value, like=now), carried, new))
     return state._replace(inner=inner)
-
-
-def _by_leaf(tx: optim.GradientTransformation) -> optim.GradientTransformation:
-    """A transformation of {name: tensor}, for a Flat in which each leaf lies alone: as this rank stores it."""
-
-    def named(values: flat.Flat) -> dict[str, torch.Tensor]:
-        buffers = {slot.name: values.buffers[slot.bucket] for slot in values.layout.slots}
-        return {name: buffer for name, buffer in buffers.items() if buffer is not None}
-
-    def update(updates: flat.Flat, state: Any, params: flat.Flat) -> tuple[flat.Flat, Any]:
-        new, state = tx.update(named(updates), state, named(params))
-        return flat.Flat({slot.bucket: new.get(slot.name) for slot in updates.layout.slots}, updates.layout), state
-
-    return optim.GradientTransformation(lambda params: tx.init(named(params)), update)
 
 
 def _no_loss(params: Tree, batch: Tree) -> torch.Tensor:

@@ -188,12 +188,12 @@ class Run:
             place.copy_(self.part(name, value, like=place) if name in self.buckets else value)
 
     def whole(self, values: Mapping[str, Tree]) -> dict[str, Tree]:
-        """Of each leaf, by name, a tree of tensors that are stored as it is, and of numbers: the tensors whole."""
+        """Of each leaf, by name, a tree of tensors: those of one dim, which lie flat as the leaf does, whole."""
         layout = self.state.storage.layout
 
         def joined(name: str, tensor: torch.Tensor) -> torch.Tensor:
             slot = self._slots[name]
-            if slot.offset is None or tensor.dim() == 0:
+            if slot.offset is None or tensor.dim() != 1:
                 return tensor
             stored = shards.on_device(flat.Flat({slot.bucket: tensor}, layout), self.state.step.device)
             buffer = shards.join(stored).buffers[slot.bucket]
@@ -210,13 +210,13 @@ class Run:
     def whole_shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
         """The shape that ``whole`` gives a tensor."""
         slot, dims = self._slots[name], self._dims(tensor)
-        return torch.Size(slot.shape) if slot.offset is not None and dims else tensor.shape[tensor.dim() - dims :]
+        return torch.Size(slot.shape) if slot.offset is not None and dims == 1 else tensor.shape[tensor.dim() - dims :]
 
     def part(self, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """What this rank stores of a whole tensor, as ``like`` is stored: the inverse of ``whole``, without
         communication."""
         slot, layout = self._slots[name], self.state.storage.layout
-        is_flat = slot.offset is not None and self._dims(like) > 0
+        is_flat = slot.offset is not None and self._dims(like) == 1
 
         def local(value: torch.Tensor) -> torch.Tensor:
             if not is_flat:

@@ -19,15 +19,25 @@ Tree = tree.Tree
 
 def part(whole: Flat) -> Flat:
     """This rank's part of every buffer that mesh axes split; the others as they are. No communication."""
+    return _each(whole, lambda bucket, buffer, axes: my_part(buffer, axes))
 
-    def mine(bucket: str, buffer: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
-        if not axes:
-            return buffer
-        rows = buffer.view(axis_size(axes), -1)
-        index = torch.as_tensor(axis_index(axes), dtype=torch.int64, device=buffer.device)
-        return rows.index_select(0, index.reshape(1)).squeeze(0)
 
-    return _each(whole, mine)
+def my_part(whole: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """This rank's part (N / ranks,) of a buffer (N,) that ``axes`` split. No communication."""
+    if not axes:
+        return whole
+    return whole.view(axis_size(axes), -1).index_select(0, _index(axes, whole.device).reshape(1)).squeeze(0)
+
+
+def placed(part: torch.Tensor, axes: tuple[str, ...]) -> torch.Tensor:
+    """The buffer (N,) with this rank's part (N / ranks,) in its place and zeros elsewhere. No communication.
+
+    varying -> partial: the sum over ranks is the whole buffer. Transpose: ``my_part``.
+    """
+    if not axes:
+        return part
+    ranks = torch.arange(axis_size(axes), device=part.device)
+    return torch.where((ranks == _index(axes, part.device)).unsqueeze(1), part, 0).reshape(-1)
 
 
 def join(
@@ -143,6 +153,10 @@ def of_the_first(values: Tree, mesh: Mesh) -> Tree:
 def is_whole(flat: Flat, bucket: str) -> bool:
     """Whether the buffer of a bucket that is split holds all of it."""
     return flat.buffers[bucket].shape[-1] == flat.layout.size(bucket)
+
+
+def _index(axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
+    return torch.as_tensor(axis_index(axes), dtype=torch.int64, device=device)
 
 
 def _each(flat: Flat, change: Callable[[str, torch.Tensor, tuple[str, ...]], torch.Tensor]) -> Flat:

@@ -135,6 +135,26 @@ def test_steps_on_a_virtual_mesh_are_those_of_plain_pytorch(plugin: str, ranks: 
     twins.assert_same()
 
 
+OF_WHOLE_LEAVES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "lamb": lambda module: fb.optimizers.Lamb(module.parameters(), lr=0.02, weight_decay=0.1),
+    "fused-lamb": lambda module: fb.optimizers.FusedLAMB(module.parameters(), lr=0.02),
+    "lars": lambda module: fb.optimizers.Lars(module.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1, eeta=0.1),
+    "came": lambda module: fb.optimizers.CAME(module.parameters(), lr=0.02, weight_decay=0.1),
+    "adafactor": lambda module: fb.optimizers.Adafactor(module.parameters(), lr=0.02, relative_step=False),
+}  # not Muon, which works in bfloat16: its rounding is that of the products of one matrix, or of several
+
+
+@pytest.mark.parametrize("plugin", ["zero1", "fsdp", "gemini"])
+@pytest.mark.parametrize("optimizer", OF_WHOLE_LEAVES)
+def test_optimizers_that_look_at_whole_leaves_see_them_whatever_the_layout(optimizer: str, plugin: str) -> None:
+    twins = Twins(PLUGINS[plugin](), fb.virtual_mesh(4), OF_WHOLE_LEAVES[optimizer])
+    for step in range(3):
+        twins.backward(*batch(step), more=step == 1)
+        twins.clip(0.3)
+        twins.step()
+    twins.assert_same()
+
+
 @pytest.mark.parametrize("plugin", ["ddp", "gemini"])
 def test_one_process_is_a_mesh_too(plugin: str) -> None:
     twins = Twins(PLUGINS[plugin](), None, adamw)

@@ -82,17 +82,60 @@ options_of_sgd = st.fixed_dictionaries(
         "maximize": st.booleans(),
     }
 )
-optimizers = st.one_of(
-    st.tuples(st.sampled_from([torch.optim.Adam, torch.optim.AdamW]), options_of_adam, options_of_adam),
-    st.tuples(st.just(torch.optim.SGD), options_of_sgd, options_of_sgd),
-)
 
 
-@settings(deadline=None, max_examples=10)
-@given(chosen=optimizers, before=st.sampled_from([0, 3]))
-def test_param_groups_schedulers_and_earlier_steps(chosen: tuple[Any, ...], before: int) -> None:
+def options_of(**options: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """What most classes have, and these."""
+    common = {"lr": st.floats(1e-3, 0.1), "maximize": st.booleans()}
+    return st.fixed_dictionaries({**common, **options})
+
+
+decays, betas = st.sampled_from([0.0, 0.1]), st.tuples(st.floats(0.0, 0.95), st.floats(0.5, 0.999))
+decoupled = st.booleans()
+FAMILIES: dict[Any, st.SearchStrategy[dict[str, Any]]] = {
+    torch.optim.Adam: options_of_adam,
+    torch.optim.AdamW: options_of_adam,
+    torch.optim.SGD: options_of_sgd,
+    torch.optim.Adagrad: options_of(
+        lr_decay=st.sampled_from([0.0, 0.1]), weight_decay=decays, initial_accumulator_value=st.sampled_from([0.0, 0.5])
+    ),
+    torch.optim.Adadelta: options_of(rho=st.floats(0.1, 0.95), weight_decay=decays),
+    torch.optim.RMSprop: options_of(
+        alpha=st.floats(0.5, 0.99), momentum=st.sampled_from([0.0, 0.9]), centered=st.booleans(), weight_decay=decays
+    ),
+    torch.optim.NAdam: options_of(
+        betas=betas, momentum_decay=st.floats(0.0, 0.1), weight_decay=decays, decoupled_weight_decay=decoupled
+    ),
+    torch.optim.RAdam: options_of(betas=betas, weight_decay=decays, decoupled_weight_decay=decoupled),
+    torch.optim.Adamax: options_of(betas=betas, weight_decay=decays),
+    torch.optim.ASGD: options_of(
+        lambd=st.sampled_from([1e-4, 0.1]),
+        alpha=st.floats(0.1, 1.0),
+        t0=st.sampled_from([1e6, 2.0]),
+        weight_decay=decays,
+    ),
+    torch.optim.Rprop: options_of(etas=st.tuples(st.floats(0.1, 0.9), st.floats(1.1, 1.5))),
+    torch.optim.Adafactor: options_of(
+        beta2_decay=st.floats(-1.0, -0.1), d=st.sampled_from([1.0, 2.0]), weight_decay=decays
+    ),
+}
+
+
+@pytest.fixture
+def double_counts() -> Any:
+    """torch keeps some numbers of its state (products, rates) in the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double_counts")
+@pytest.mark.parametrize("cls", FAMILIES, ids=lambda cls: cls.__name__)
+@settings(deadline=None, max_examples=3)
+@given(data=st.data(), before=st.sampled_from([0, 3]))
+def test_param_groups_schedulers_and_earlier_steps(cls: Any, data: st.DataObject, before: int) -> None:
     """Two groups of different options, the third layer in none, a scheduler, steps taken before the conversion."""
-    cls, first, second = chosen
+    first, second = data.draw(FAMILIES[cls]), data.draw(FAMILIES[cls])
     module = make_module()
     optimizer = two_groups(module, cls, second, **first)
     for step in range(before):
@@ -100,8 +143,8 @@ def test_param_groups_schedulers_and_earlier_steps(chosen: tuple[Any, ...], befo
     converted = from_torch(optimizer, names_of(module))
     params = params_of(module)
     state = converted.carry_over(converted.tx.init(params))
-    scheduler = lr_scheduler.CosineAnnealingWarmupLR(optimizer, 20, warmup_steps=5)
-    for step in range(before, before + 20):
+    scheduler = lr_scheduler.CosineAnnealingWarmupLR(optimizer, 8, warmup_steps=3)
+    for step in range(before, before + 8):
         params, state = pure_step(converted, params, state, step)
         torch_step(module, optimizer, step)
         scheduler.step()
@@ -213,11 +256,14 @@ def test_other_optimizers_are_refused_by_name() -> None:
 
     module = make_module()
     with pytest.raises(
-        TypeError, match=r"got .*Mine, expected one of torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW"
+        TypeError,
+        match=r"got .*Mine, expected one of torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, .*fb.optimizers",
     ):
         from_torch(Mine(module.parameters()), names_of(module))
     with pytest.raises(TypeError, match=r"got torch.optim.lbfgs.LBFGS"):
         from_torch(torch.optim.LBFGS(module.parameters()), names_of(module))
+    with pytest.raises(TypeError, match=r"got torch.optim.sparse_adam.SparseAdam"):
+        from_torch(torch.optim.SparseAdam(module.parameters()), names_of(module))
 
 
 def test_what_cannot_be_converted_is_named() -> None:

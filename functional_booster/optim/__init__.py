@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from .accumulation import ApplyEveryState, apply_every
+from .accumulators import (
+    ScaleByAdadeltaState,
+    ScaleByRmsState,
+    ScaleByRssState,
+    scale_by_adadelta,
+    scale_by_rms,
+    scale_by_rss,
+)
 from .adam import ScaleByAdamState, scale_by_adam
+from .adam_variants import ScaleByNadamState, scale_by_adamax, scale_by_nadam, scale_by_radam
 from .aliases import adam, adamw, sgd
 from .base import GradientTransformation, apply_updates, as_transformation, identity, leaf_labels, stateless
+from .came import ScaleByConfidenceState, scale_by_confidence
 from .clipping import clip, clip_by_global_norm, global_norm
-from .combine import chain, named_chain
+from .combine import added, chain, named_chain
 from .decay import add_decayed_weights, matrices
+from .ema import EmaState, averaged, ema
+from .factored import FactoredState, adafactor_decay, clip_by_block_rms, scale_by_factored_rms, scale_by_param_block_rms
 from .inject import InjectHyperparamsState, inject_hyperparams
+from .large_batch import lamb, lars
+from .lion import ScaleByLionState, scale_by_lion
+from .memory_efficient import adafactor, came, lion, muon, relative_step
 from .momentum import TraceState, trace
+from .muon import ScaleByMuonState, scale_by_muon
 from .partition import MaskedState, PartitionState, masked, partition
 from .scaling import (
     ScaleByLearningRateState,
@@ -21,39 +37,86 @@ from .scaling import (
     scale_by_schedule,
     set_to_zero,
 )
+from .sign_and_average import AsgdState, RpropState, asgd, rprop
+from .torch_aliases import adadelta, adagrad, adamax, nadam, radam, rmsprop
+from .trust_ratio import scale_by_lars, scale_by_trust_ratio
 
 __all__ = [
     "ApplyEveryState",
+    "AsgdState",
+    "EmaState",
+    "FactoredState",
     "GradientTransformation",
     "InjectHyperparamsState",
     "MaskedState",
     "PartitionState",
+    "RpropState",
+    "ScaleByAdadeltaState",
     "ScaleByAdamState",
+    "ScaleByConfidenceState",
     "ScaleByLearningRateState",
+    "ScaleByLionState",
+    "ScaleByMuonState",
+    "ScaleByNadamState",
+    "ScaleByRmsState",
+    "ScaleByRssState",
     "ScaleByScheduleState",
     "TraceState",
+    "adadelta",
+    "adafactor",
+    "adafactor_decay",
+    "adagrad",
     "adam",
+    "adamax",
     "adamw",
     "add_decayed_weights",
+    "added",
     "apply_every",
     "apply_updates",
     "as_transformation",
+    "asgd",
+    "averaged",
+    "came",
     "chain",
     "clip",
+    "clip_by_block_rms",
     "clip_by_global_norm",
+    "ema",
     "global_norm",
     "identity",
     "inject_hyperparams",
+    "lamb",
+    "lars",
     "leaf_labels",
     "learning_rate",
+    "lion",
     "masked",
     "matrices",
+    "muon",
+    "nadam",
     "named_chain",
     "partition",
+    "radam",
+    "relative_step",
+    "rmsprop",
+    "rprop",
     "scale",
+    "scale_by_adadelta",
     "scale_by_adam",
+    "scale_by_adamax",
+    "scale_by_confidence",
+    "scale_by_factored_rms",
+    "scale_by_lars",
     "scale_by_learning_rate",
+    "scale_by_lion",
+    "scale_by_muon",
+    "scale_by_nadam",
+    "scale_by_param_block_rms",
+    "scale_by_radam",
+    "scale_by_rms",
+    "scale_by_rss",
     "scale_by_schedule",
+    "scale_by_trust_ratio",
     "set_to_zero",
     "sgd",
     "stateless",

@@ -29,11 +29,13 @@ def scale_by_adam(
     mu_dtype: torch.dtype | None = None,
     *,
     amsgrad: bool = False,
+    debias: bool = True,
 ) -> GradientTransformation:
     """``mu_hat / (sqrt(nu_hat + eps_root) + eps)`` with bias-corrected moments. (optax: ``scale_by_adam``.)
 
-    An element that never had a gradient has update 0, and so is its derivative: nu is kept from 0 by the least normal
-    number. Arithmetic is in float32 at least, whatever the moments' dtypes.
+    With ``debias=False`` the moments are taken as they are. An element that never had a gradient has update 0, and so
+    is its derivative: nu is kept from 0 by the least normal number. Arithmetic is in float32 at least, whatever the
+    moments' dtypes.
     """
     check_scalar("b1", b1, below=1.0)
     check_scalar("b2", b2, below=1.0)
@@ -49,10 +51,11 @@ def scale_by_adam(
 
     def update(updates: Tree, state: ScaleByAdamState, params: Tree | None = None) -> tuple[Tree, ScaleByAdamState]:
         count = state.count + 1
-        mu = tree.map(lambda g, m: _moment(g, m, b1), updates, state.mu)
-        nu = tree.map(lambda g, v: _moment(g, v, b2, square=True), updates, state.nu)
+        mu = tree.map(lambda g, m: moment(g, m, b1), updates, state.mu)
+        nu = tree.map(lambda g, v: moment(g, v, b2, square=True), updates, state.nu)
         nu_max = tree.map(torch.maximum, state.nu_max, nu) if amsgrad else None
-        correction1, correction2 = _bias_correction(b1, count), _bias_correction(b2, count)
+        one = torch.ones_like(count, dtype=torch.float64)
+        correction1, correction2 = (bias_correction(b, count) if debias else one for b in (b1, b2))
 
         # mu_hat / (sqrt(nu_hat) + eps), with the corrections brought together in two numbers: fewer passes.
         def direction(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -67,13 +70,14 @@ def scale_by_adam(
     return GradientTransformation(init, update, elementwise)
 
 
-def _moment(g: torch.Tensor, moment: torch.Tensor, decay: Scalar, square: bool = False) -> torch.Tensor:
-    dtype = compute_dtype(g, moment)
+def moment(g: torch.Tensor, past: torch.Tensor, decay: Scalar, square: bool = False) -> torch.Tensor:
+    """``decay * past + (1 - decay) * g``, or of g's square, in the dtype of ``past``, computed in float32 at least."""
+    dtype = compute_dtype(g, past)
     g = g.to(dtype)
-    return torch.lerp(moment.to(dtype), g * g if square else g, at(1 - decay, g)).to(moment.dtype)
+    return torch.lerp(past.to(dtype), g * g if square else g, at(1 - decay, g)).to(past.dtype)
 
 
-def _bias_correction(decay: Scalar, count: torch.Tensor) -> torch.Tensor:
+def bias_correction(decay: Scalar, count: torch.Tensor) -> torch.Tensor:
     """1 - decay^count, 0-d float64: in float32 the difference loses half its digits."""
     exponent = count.to(torch.float64)
     return 1 - at(decay, exponent) ** exponent

@@ -33,9 +33,9 @@ def adamw(
     ``-lr * (adam + weight_decay * params)``, as optax.adamw and torch.optim.AdamW.
     """
     return chain(
-        *_ascent(maximize),
+        *ascent(maximize),
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
-        *_decay(weight_decay, mask),
+        *decayed(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
 
@@ -55,8 +55,8 @@ def adam(
 ) -> GradientTransformation:
     """Adam; ``weight_decay`` is an L2 penalty inside the moments, as in torch.optim.Adam. For AdamW see ``adamw``."""
     return chain(
-        *_ascent(maximize),
-        *_decay(weight_decay, mask),
+        *ascent(maximize),
+        *decayed(weight_decay, mask),
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
         scale_by_learning_rate(learning_rate),
     )
@@ -78,22 +78,25 @@ def sgd(
     Raises ValueError for ``nesterov`` without momentum or with dampening.
     """
     check_scalar("momentum", momentum)
-    if nesterov and (_off(momentum) or not (isinstance(dampening, torch.Tensor) or _off(dampening))):
+    if nesterov and (off(momentum) or not (isinstance(dampening, torch.Tensor) or off(dampening))):
         raise ValueError(
             f"nesterov: got momentum={momentum} and dampening={dampening}, expected a momentum above 0 and no dampening"
         )
-    momenta = () if _off(momentum) else (trace(momentum, nesterov, accumulator_dtype, dampening=dampening),)
-    return chain(*_ascent(maximize), *_decay(weight_decay, mask), *momenta, scale_by_learning_rate(learning_rate))
+    momenta = () if off(momentum) else (trace(momentum, nesterov, accumulator_dtype, dampening=dampening),)
+    return chain(*ascent(maximize), *decayed(weight_decay, mask), *momenta, scale_by_learning_rate(learning_rate))
 
 
-def _ascent(maximize: bool) -> tuple[GradientTransformation, ...]:
+def ascent(maximize: bool) -> tuple[GradientTransformation, ...]:
+    """What makes an ascent of a descent."""
     return (scale(-1.0),) if maximize else ()
 
 
-def _decay(weight_decay: Scalar, mask: tree.Mask | None) -> tuple[GradientTransformation, ...]:
+def decayed(weight_decay: Scalar, mask: tree.Mask | None) -> tuple[GradientTransformation, ...]:
+    """The link that decays weights, if any do."""
     tx = add_decayed_weights(weight_decay, mask)
-    return () if _off(weight_decay) else (tx,)
+    return () if off(weight_decay) else (tx,)
 
 
-def _off(value: Scalar) -> bool:
+def off(value: Scalar) -> bool:
+    """Whether it is the number 0."""
     return not isinstance(value, torch.Tensor) and value == 0

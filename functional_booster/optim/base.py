@@ -45,9 +45,6 @@ def as_transformation(tx: Any) -> GradientTransformation:
 
 
 def _of_plain_trees(init: Callable[..., Any], update: Callable[..., Any]) -> GradientTransformation:
-    def is_flat(node: Any) -> bool:
-        return isinstance(node, flat.Flat)
-
     def plain(values: Tree) -> Tree:
         return tree.map(lambda node: flat.unravel(node) if is_flat(node) else node, values, is_leaf=is_flat)
 
@@ -96,6 +93,11 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     return tree.map(add, params, updates)
 
 
+def is_flat(node: Any) -> bool:
+    """Whether a node of a tree is a Flat."""
+    return isinstance(node, flat.Flat)
+
+
 def stands_for(params: Tree) -> Tree:
     """The plain tree that masks and labels are written for: Flats expanded to slots, None where a bucket is None."""
 
@@ -104,12 +106,12 @@ def stands_for(params: Tree) -> Tree:
             return node
         return tree.map(lambda slot: None if node.buffers[slot.bucket] is None else slot, flat.stands_for(node))
 
-    return tree.map(expand, params, is_leaf=_is_flat)
+    return tree.map(expand, params, is_leaf=is_flat)
 
 
 def spread(values: Tree, params: Tree) -> Tree:
     """What holds for each leaf of ``stands_for(params)``, brought to the structure of ``params``."""
-    return tree.map(lambda node, value: flat.spread(value, node), params, values, is_leaf=_is_flat)
+    return tree.map(lambda node, value: flat.spread(value, node), params, values, is_leaf=is_flat)
 
 
 def broadcast(prefix: Tree, plain: Tree) -> Tree:
@@ -117,9 +119,21 @@ def broadcast(prefix: Tree, plain: Tree) -> Tree:
     return tree.map(lambda value, below: tree.map(lambda _: value, below), prefix, plain)
 
 
+def require_params(params: Tree | None, of: str) -> Tree:
+    """The parameters; raises ValueError where ``update`` was called without."""
+    if params is None:
+        raise ValueError(f"params: got None, but {of} needs them: call update(updates, state, params)")
+    return params
+
+
 def evaluate(value: ScalarOrSchedule, count: torch.Tensor) -> Scalar:
     """The schedule's value at step ``count``; a number or tensor is its own value."""
     return value if isinstance(value, torch.Tensor) or not callable(value) else value(count)
+
+
+def number_of(count: Any) -> Any:
+    """The number, from 1 on, of the update after ``count`` others: 0-d float64, or a float for an int."""
+    return (count.to(torch.float64) if isinstance(count, torch.Tensor) else float(count)) + 1
 
 
 def device_of(params: Tree) -> torch.device:
@@ -155,7 +169,3 @@ def add_scaled(x: torch.Tensor, y: torch.Tensor, factor: Scalar) -> torch.Tensor
     if isinstance(factor, torch.Tensor):
         return torch.addcmul(wide, addend, factor.to(wide.device, dtype)).to(x.dtype)
     return torch.add(wide, addend, alpha=factor).to(x.dtype)
-
-
-def _is_flat(node: Any) -> bool:
-    return isinstance(node, flat.Flat)

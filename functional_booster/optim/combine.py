@@ -1,4 +1,4 @@
-"""Transformations one after the other."""
+"""Transformations one after the other, and side by side."""
 
 from __future__ import annotations
 
@@ -52,3 +52,17 @@ def named_chain(*transformations: tuple[str, Any]) -> GradientTransformation:
         return updates, dict(zip(names, states, strict=True))
 
     return GradientTransformation(init, update, chained.groups)
+
+
+def added(*transformations: Any) -> GradientTransformation:
+    """The sum of what transformations make of the same updates; the state is the tuple of theirs."""
+    txs = tuple(as_transformation(tx) for tx in transformations)
+    joined = chain(*txs)
+
+    def update(updates: Tree, state: tuple[Any, ...], params: Tree | None = None) -> tuple[Tree, tuple[Any, ...]]:
+        terms, states = zip(
+            *(tx.update(updates, part, params) for tx, part in zip(txs, state, strict=True)), strict=True
+        )
+        return tree.map(lambda *values: sum(values[1:], values[0]), *terms), states
+
+    return GradientTransformation(joined.init, update, joined.groups)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, stateless
+from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, require_params, stateless
 from .partition import masked
 from .validate import check_scalar
 
@@ -17,11 +17,9 @@ def add_decayed_weights(weight_decay: Scalar = 0.0, mask: tree.Mask | None = Non
     check_scalar("weight_decay", weight_decay)
 
     def decayed(updates: Tree, params: Tree | None) -> Tree:
-        if params is None:
-            raise ValueError(
-                "params: got None, but add_decayed_weights needs them: call update(updates, state, params)"
-            )
-        return tree.map(lambda u, p: add_scaled(u, p, weight_decay), updates, params)
+        return tree.map(
+            lambda u, p: add_scaled(u, p, weight_decay), updates, require_params(params, "add_decayed_weights")
+        )
 
     tx = stateless(decayed, elementwise)
     return tx if mask is None else masked(tx, mask)

@@ -1,0 +1,38 @@
+"""Lion's steps: the sign of a momentum. (Chen et al. 2023, arXiv 2302.06675.)"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from functional_booster.kernels import tree
+
+from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise
+from .validate import check_scalar
+
+
+class ScaleByLionState(NamedTuple):
+    """The momentum."""
+
+    mu: Tree  # like the parameters, in mu_dtype
+
+
+def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: torch.dtype | None = None) -> GradientTransformation:
+    """``sign(b1 * mu + (1 - b1) * g)``, then ``mu = b2 * mu + (1 - b2) * g``. (optax: ``scale_by_lion``.)"""
+    check_scalar("b1", b1, below=1.0)
+    check_scalar("b2", b2, below=1.0)
+
+    def toward(g: torch.Tensor, m: torch.Tensor, decay: Scalar) -> torch.Tensor:
+        dtype = compute_dtype(g, m)
+        return torch.lerp(m.to(dtype), g.to(dtype), at(1 - decay, g.to(dtype)))
+
+    def init(params: Tree) -> ScaleByLionState:
+        return ScaleByLionState(tree.map(lambda p: torch.zeros_like(p, dtype=mu_dtype), params))
+
+    def update(updates: Tree, state: ScaleByLionState, params: Tree | None = None) -> tuple[Tree, ScaleByLionState]:
+        signs = tree.map(lambda g, m: toward(g, m, b1).sign().to(g.dtype), updates, state.mu)
+        mu = tree.map(lambda g, m: toward(g, m, b2).to(m.dtype), updates, state.mu)
+        return signs, ScaleByLionState(mu)
+
+    return GradientTransformation(init, update, elementwise)
