@@ -141,6 +141,7 @@ def _empty_both(x: torch.Tensor, dtype: torch.dtype, by_row: bool) -> Both:
     return values, scales[0], x.new_empty((columns, rows), dtype=dtype), scales[1]
 
 
+@functools.cache
 def _kernels() -> Any:
     try:
         from . import fp8_cast_triton

@@ -16,7 +16,7 @@ _PARTS = 512  # programs that go over a tensor, each for the largest of its part
 
 def largest(x: torch.Tensor) -> torch.Tensor:
     """The largest magnitudes of the parts of a contiguous x of at most 32 bits, as the bits of float32: int32 (P,)."""
-    chunks = triton.cdiv(x.numel(), _CHUNK)
+    chunks = -(-x.numel() // _CHUNK)
     out = torch.empty(min(chunks, _PARTS), dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
         _largest[(len(out),)](out, x, x.numel(), chunks, CHUNK=_CHUNK, num_warps=8)
@@ -53,7 +53,7 @@ def cast(
     fp8 does not round to nearest).
     """
     rows, columns = x.shape
-    grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
+    grid = (-(-rows // _TILE), -(-columns // _TILE))
     with torch.cuda.device_of(x):
         _cast[grid](
             values.view(torch.uint8),
@@ -68,7 +68,7 @@ def cast(
             len(by_rows),
             limit,
             BY_ROW=by_row,
-            PARTS=triton.next_power_of_2(len(by_rows)) if not by_row else 1,
+            PARTS=1 if by_row else 1 << (len(by_rows) - 1).bit_length(),
             EXPONENT=exponent,
             MANTISSA=3 if exponent == 8 else 2,
             NATIVE=native,

@@ -116,7 +116,19 @@ def test_a_batch_on_the_cpu_is_refused() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_plugins_on_two_gpus() -> None:
     """Every plugin over NCCL equals one device; offloaded ones too."""
-    worker = Path(__file__).parent / "workers" / "nccl_plugins.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(worker)]
+    run("nccl_plugins.py", processes=2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_checkpoints_go_from_two_gpus_to_one_and_back(tmp_path: Path) -> None:
+    for phase, processes in (("first", 2), ("alone", 1), ("back", 2)):
+        run("nccl_checkpoints.py", phase, str(tmp_path), processes=processes)
+
+
+def run(worker: str, *arguments: str, processes: int) -> None:
+    """A script of ``workers``, by torchrun where there are several processes."""
+    script = str(Path(__file__).parent / "workers" / worker)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), script, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
