@@ -8,7 +8,7 @@ import triton.language as tl
 
 _LEAST = tl.constexpr(-100)  # as in fp8_cast
 _INFINITE = tl.constexpr(0x7F800000)
-_TILE = 64  # rows and columns of the square that a program casts
+_ROWS, _COLUMNS = 32, 128  # of the tile that a program casts
 _SIDE = 128  # of a square tile, whose rows and columns a program compares
 _CHUNK = 8192  # elements that a program compares at a time
 _PARTS = 512  # programs that go over a tensor, each for the largest of its part
@@ -27,9 +27,10 @@ def largest_by_both(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Those of the rows and of the columns of a contiguous matrix (M, K): int32 (M,) and (K,)."""
     rows, columns = x.shape
     out = torch.zeros(rows + columns, dtype=torch.int32, device=x.device)
-    grid = (triton.cdiv(rows, _SIDE), triton.cdiv(columns, _SIDE))
+    across = -(-columns // _SIDE)
+    grid = (-(-rows // _SIDE) * across,)
     with torch.cuda.device_of(x):
-        _largest_by_both[grid](out, x, rows, columns, ROWS=_SIDE, COLUMNS=_SIDE, num_warps=8)
+        _largest_by_both[grid](out, x, rows, columns, across, ROWS=_SIDE, COLUMNS=_SIDE, num_warps=8)
     return out[:rows], out[rows:]
 
 
@@ -53,9 +54,9 @@ def cast(
     fp8 does not round to nearest).
     """
     rows, columns = x.shape
-    grid = (-(-rows // _TILE), -(-columns // _TILE))
+    across = -(-columns // _COLUMNS)
     with torch.cuda.device_of(x):
-        _cast[grid](
+        _cast[(-(-rows // _ROWS) * across,)](
             values.view(torch.uint8),
             transposed.view(torch.uint8),
             scale,
@@ -65,6 +66,7 @@ def cast(
             by_columns,
             rows,
             columns,
+            across,
             len(by_rows),
             limit,
             BY_ROW=by_row,
@@ -72,9 +74,9 @@ def cast(
             EXPONENT=exponent,
             MANTISSA=3 if exponent == 8 else 2,
             NATIVE=native,
-            ROWS=_TILE,
-            COLUMNS=_TILE,
-            num_warps=8,
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+            num_warps=4,
         )
 
 
@@ -93,16 +95,16 @@ def _largest(out_ptr, x_ptr, size, chunks, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _tile(program, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row = program * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+def _tile(program, rows, columns, tiles_across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = program // tiles_across * ROWS + tl.arange(0, ROWS)
+    column = program % tiles_across * COLUMNS + tl.arange(0, COLUMNS)
     place = row[:, None].to(tl.int64) * columns + column[None, :]
     return row, column, place, (row < rows)[:, None] & (column < columns)[None, :]
 
 
 @triton.jit
-def _largest_by_both(out_ptr, x_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    row, column, place, inside = _tile(tl.program_id(0), rows, columns, ROWS, COLUMNS)
+def _largest_by_both(out_ptr, x_ptr, rows, columns, tiles_across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, column, place, inside = _tile(tl.program_id(0), rows, columns, tiles_across, ROWS, COLUMNS)
     bits = _magnitude_bits(tl.load(x_ptr + place, mask=inside, other=0.0))
     # Of integers: in any order the same.
     tl.atomic_max(out_ptr + row, tl.max(bits, axis=1), mask=row < rows, sem="relaxed")
@@ -190,6 +192,7 @@ def _cast(
     by_columns_ptr,
     rows,
     columns,
+    tiles_across,
     parts,
     limit,
     BY_ROW: tl.constexpr,
@@ -201,7 +204,8 @@ def _cast(
     COLUMNS: tl.constexpr,
 ):
     # Backwards: what the search for the largest read last is still in the cache.
-    row, column, place, inside = _tile(tl.num_programs(0) - 1 - tl.program_id(0), rows, columns, ROWS, COLUMNS)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row, column, place, inside = _tile(program, rows, columns, tiles_across, ROWS, COLUMNS)
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.minimum(tl.maximum(x, -limit), limit)
     across = column[:, None].to(tl.int64) * rows + row[None, :]
@@ -209,9 +213,9 @@ def _cast(
     if BY_ROW:
         by_row = tl.load(by_rows_ptr + row, mask=row < rows, other=0)
         by_column = tl.load(by_columns_ptr + column, mask=column < columns, other=0)
-        if tl.program_id(1) == 0:
+        if program % tiles_across == 0:
             tl.store(scale_ptr + row, _scale(by_row, EXPONENT), mask=row < rows)
-        if tl.program_id(0) == 0:
+        if program < tiles_across:
             tl.store(transposed_scale_ptr + column, _scale(by_column, EXPONENT), mask=column < columns)
         down = x * _power_of_two(-_exponent(by_row, EXPONENT))[:, None]
         sideways = x * _power_of_two(-_exponent(by_column, EXPONENT))[None, :]
@@ -221,7 +225,7 @@ def _cast(
     else:
         part = tl.arange(0, PARTS)
         bits = tl.max(tl.load(by_rows_ptr + part, mask=part < parts, other=0), axis=0)
-        if tl.program_id(0) + tl.program_id(1) == 0:
+        if program == 0:
             tl.store(scale_ptr, _scale(bits, EXPONENT))
             tl.store(transposed_scale_ptr, _scale(bits, EXPONENT))
         code = _rounded(x * _power_of_two(-_exponent(bits, EXPONENT)), MANTISSA, NATIVE)
