@@ -24,7 +24,7 @@ from .primitive import primitive
 Both: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_EXPONENT = {E4M3: 8, E5M2: 15}  # the largest number of either format is 1.75 * 2**exponent: 448 and 57344
+EXPONENT = {E4M3: 8, E5M2: 15}  # the largest number of either format is 1.75 * 2**exponent: 448 and 57344
 _LEAST = -100  # of scales, 2**-100: subnormal float32 numbers, which some devices flush to zero, then round to zero
 _BIAS, _MANTISSA = 127, 23  # of float32
 _INFINITE = 0x7F800000  # float32's infinity as an integer, above which are the NaNs
@@ -39,7 +39,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype, dim: int | None = None) -> tup
     finite, in float32, the scale is nan. Not differentiable. Raises TypeError for other dtypes and what is no
     floating-point tensor, IndexError for a dim that x does not have.
     """
-    if dtype not in _EXPONENT:
+    if dtype not in EXPONENT:
         raise TypeError(f"dtype: {dtype}, expected torch.float8_e4m3fn or torch.float8_e5m2")
     require_float("x", x)
     if dim is not None and not -x.dim() <= dim < x.dim():
@@ -54,6 +54,13 @@ def quantize_both(x: torch.Tensor, dtype: torch.dtype, by_row: bool) -> Both:
     All are contiguous. Not differentiable.
     """
     return _cast_both(x, dtype, by_row)
+
+
+def empty_both(like: torch.Tensor, rows: int, columns: int, dtype: torch.dtype, by_row: bool) -> Both:
+    """Tensors for what ``quantize_both`` gives of a matrix, on the device of ``like``."""
+    scales = [like.new_empty((size, 1) if by_row else (), dtype=torch.float32) for size in (rows, columns)]
+    values = like.new_empty((rows, columns), dtype=dtype)
+    return values, scales[0], like.new_empty((columns, rows), dtype=dtype), scales[1]
 
 
 def require_float(name: str, value: Any) -> None:
@@ -100,9 +107,9 @@ def _bits_of_largest(x: torch.Tensor, dim: int | None) -> torch.Tensor:
 def _cast(x: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """float32 x and the bits of its largest magnitudes, of a shape that broadcasts to x's -> (values, scale)."""
     carried = (largest + 0x1FFFFF) >> _MANTISSA  # a mantissa above 1.75 carries into the exponent
-    exponent = (carried - (_BIAS + _EXPONENT[dtype])).clamp(min=_LEAST)
+    exponent = (carried - (_BIAS + EXPONENT[dtype])).clamp(min=_LEAST)
     scale = torch.where(largest < _INFINITE, _power_of_two(exponent), math.nan)
-    return (x.clamp(-_limit(dtype), _limit(dtype)) * _power_of_two(-exponent)).to(dtype), scale
+    return (x.clamp(-limit(dtype), limit(dtype)) * _power_of_two(-exponent)).to(dtype), scale
 
 
 def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
@@ -111,7 +118,7 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _limit(dtype: torch.dtype) -> float:
+def limit(dtype: torch.dtype) -> float:
     """The largest number that float32 can hold with fp8's mantissa."""
     return (2 - torch.finfo(dtype).eps) * 2.0**_BIAS
 
@@ -130,15 +137,12 @@ def _cast_both_on_cuda(x: torch.Tensor, dtype: torch.dtype, by_row: bool) -> Bot
         return values, scale, turned, turned_scale
     out, x = _empty_both(x, dtype, by_row), x.contiguous()
     largest = kernels.largest_by_both(x) if by_row else (kernels.largest(x),) * 2
-    kernels.cast(*out, x, *largest, _EXPONENT[dtype], _limit(dtype), by_row, has_units(x.device))
+    kernels.cast(*out, x, *largest, EXPONENT[dtype], limit(dtype), by_row, has_units(x.device))
     return out
 
 
 def _empty_both(x: torch.Tensor, dtype: torch.dtype, by_row: bool) -> Both:
-    rows, columns = x.shape
-    scales = [x.new_empty((size, 1) if by_row else (), dtype=torch.float32) for size in (rows, columns)]
-    values = x.new_empty((rows, columns), dtype=dtype)
-    return values, scales[0], x.new_empty((columns, rows), dtype=dtype), scales[1]
+    return empty_both(x, x.shape[0], x.shape[1], dtype, by_row)
 
 
 @functools.cache

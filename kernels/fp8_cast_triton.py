@@ -8,7 +8,7 @@ import triton.language as tl
 
 _LEAST = tl.constexpr(-100)  # as in fp8_cast
 _INFINITE = tl.constexpr(0x7F800000)
-_ROWS, _COLUMNS = 32, 128  # of the tile that a program casts
+_ROWS, _COLUMNS = 64, 128  # of the tile that a program casts
 _SIDE = 128  # of a square tile, whose rows and columns a program compares
 _CHUNK = 8192  # elements that a program compares at a time
 _PARTS = 512  # programs that go over a tensor, each for the largest of its part
@@ -76,7 +76,7 @@ def cast(
             NATIVE=native,
             ROWS=_ROWS,
             COLUMNS=_COLUMNS,
-            num_warps=4,
+            num_warps=8,
         )
 
 

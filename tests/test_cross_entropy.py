@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -24,27 +25,29 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def defined(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, **options: float | None
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    weights: torch.Tensor,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """torch's cross entropy and autograd."""
     logits = logits.double().requires_grad_()
-    cap = options["softcap"]
-    capped = logits if cap is None else cap * torch.tanh(logits / cap)
-    losses = F.cross_entropy(capped, labels, reduction="none", label_smoothing=options["label_smoothing"])
-    losses = losses + options["z_loss"] * capped.logsumexp(-1) ** 2 * (labels != -100)
+    capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    losses = F.cross_entropy(capped, labels, reduction="none", label_smoothing=label_smoothing)
+    losses = losses + z_loss * capped.logsumexp(-1) ** 2 * (labels != -100)
     return losses.detach(), torch.autograd.grad((losses * weights).sum(), logits)[0]
 
 
 @given(rows=st.integers(0, 5), size=st.integers(1, 40), seed=st.integers(0, 9), options=OPTIONS)
-def test_losses_and_gradients_are_those_of_autograd(
-    rows: int, size: int, seed: int, options: dict[str, float | None]
-) -> None:
+def test_losses_and_gradients_are_those_of_autograd(rows: int, size: int, seed: int, options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(rows, size, dtype=torch.float64, generator=generator)
     labels = torch.randint(size, (rows,), generator=generator)
     labels[::3] = -100
     weights = torch.rand(rows, dtype=torch.float64, generator=generator)
-    got = cross_entropy.losses_and_grads(logits, labels, weights, **options)  # type: ignore[arg-type]
+    got = cross_entropy.losses_and_grads(logits, labels, weights, **options)
     for mine, theirs in zip(got, defined(logits, labels, weights, **options), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
@@ -97,9 +100,9 @@ def test_the_gpu_gives_them_to_rounding_and_always_the_same(
     labels = torch.randint(size, (33,), generator=generator)
     labels[::5] = -100
     weights = torch.rand(33, generator=generator)
-    arguments, options = [part.cuda() for part in (logits, labels, weights)], (-100, smoothing, z_loss, softcap)
-    losses, grads = cross_entropy.losses_and_grads(*arguments, *options)
-    again = cross_entropy.losses_and_grads(*arguments, *options)
+    options = (-100, smoothing, z_loss, softcap)
+    losses, grads = cross_entropy.losses_and_grads(logits.cuda(), labels.cuda(), weights.cuda(), *options)
+    again = cross_entropy.losses_and_grads(logits.cuda(), labels.cuda(), weights.cuda(), *options)
     assert torch.equal(losses, again[0]) and torch.equal(grads, again[1])
     expected = defined(logits, labels, weights, label_smoothing=smoothing, z_loss=z_loss, softcap=softcap)
     torch.testing.assert_close(losses.cpu().double(), expected[0], rtol=1e-5, atol=1e-5)

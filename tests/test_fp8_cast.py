@@ -92,7 +92,7 @@ for dtype, exponent in ((fp8_cast.E4M3, 8), (fp8_cast.E5M2, 15)):
                 largest = fp8_cast_triton.largest_by_both(x) if by_row else (fp8_cast_triton.largest(x),) * 2
                 expected = fp8_cast._cast_both_by_torch(x, dtype, by_row)
                 out = tuple(torch.full(part.shape, 3.0).to(part.dtype) for part in expected)
-                fp8_cast_triton.cast(*out, x, *largest, exponent, fp8_cast._limit(dtype), by_row, False)
+                fp8_cast_triton.cast(*out, x, *largest, exponent, fp8_cast.limit(dtype), by_row, False)
                 for mine, theirs in zip(out, expected):
                     assert torch.equal(mine.float(), theirs.float()), (dtype, shape, kind, by_row)
 """
@@ -142,5 +142,5 @@ def test_both_ways_to_round_on_a_gpu_are_one(native: bool) -> None:
     for dtype, exponent in zip(FORMATS, (8, 15), strict=True):
         x = drawn(128, 256).cuda()
         out, largest = fp8_cast._empty_both(x, dtype, False), fp8_cast_triton.largest(x)
-        fp8_cast_triton.cast(*out, x, largest, largest, exponent, fp8_cast._limit(dtype), False, native)
+        fp8_cast_triton.cast(*out, x, largest, largest, exponent, fp8_cast.limit(dtype), False, native)
         assert_same_bits(out, one_by_one(x.cpu(), dtype, False))

@@ -86,10 +86,20 @@ def linear_and_leave(params: Params, x: torch.Tensor) -> torch.Tensor:
 
 def heads(layers: Sequence[Params], x: torch.Tensor, head_dim: int) -> list[torch.Tensor]:
     """Project x (B, T, D) by several layers, as one matrix product, and split: a (B, H, T, d) for each of them."""
+    return [part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in together(layers, x)]
+
+
+def together(layers: Sequence[Params], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """``linear`` of x (..., in) by several layers, as one matrix product: an (..., out) for each of them."""
     weights = [layer["weight"] for layer in layers]
     bias = torch.cat([layer["bias"] for layer in layers]) if "bias" in layers[0] else None
-    joined = product(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
-    return [part.unflatten(-1, (-1, head_dim)).transpose(1, 2) for part in joined]
+    return product(x, torch.cat(weights), bias).split([len(weight) for weight in weights], dim=-1)
+
+
+def gated_mlp(params: Params, x: torch.Tensor, activation: str) -> torch.Tensor:
+    """down(activation(gate(x)) * up(x)): (B, T, D) -> (B, T, D), invariant over "tp". (Shazeer 2020.)"""
+    gate, up = together((params["gate_proj"], params["up_proj"]), x)
+    return linear_and_leave(params["down_proj"], ACTIVATIONS[activation](gate) * up)
 
 
 def layer_norm(params: Params, x: torch.Tensor, eps: float) -> torch.Tensor:

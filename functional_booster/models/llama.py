@@ -206,9 +206,7 @@ def _block(
     h = enter(layers.rms_norm(params["input_layernorm"], x, config.rms_norm_eps), "tp")
     x = x + _attention(config, params["self_attn"], h, tables, mask, key)
     h = enter(layers.rms_norm(params["post_attention_layernorm"], x, config.rms_norm_eps), "tp")
-    mlp = params["mlp"]
-    gated = layers.ACTIVATIONS[config.hidden_act](layers.linear(mlp["gate_proj"], h)) * layers.linear(mlp["up_proj"], h)
-    return x + layers.linear_and_leave(mlp["down_proj"], gated)
+    return x + layers.gated_mlp(params["mlp"], h, config.hidden_act)
 
 
 def _attention(
