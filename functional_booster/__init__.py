@@ -34,6 +34,7 @@ from . import (
     models,
     optim,
     optimizers,
+    pipeline,
     profile,
     schedules,
     trackers,
@@ -48,6 +49,7 @@ from .functionalize import functionalize
 from .generate import generate
 from .jit import Jitted, RecompileWarning, jit
 from .launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
+from .lazy import LazyInitContext
 from .models.model import Model
 from .plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from .rank_failure import RankFailure
@@ -68,6 +70,7 @@ __all__ = [
     "FP16TorchMixedPrecision",
     "GeminiPlugin",
     "Jitted",
+    "LazyInitContext",
     "LowLevelZeroPlugin",
     "Mesh",
     "MixedPrecision",
@@ -105,6 +108,7 @@ __all__ = [
     "models",
     "optim",
     "optimizers",
+    "pipeline",
     "prepare_dataloader",
     "profile",
     "random",

@@ -14,7 +14,7 @@ from functional_booster.kernels import random, tree
 from functional_booster.sharding.collectives import axis_index
 from functional_booster.sharding.mesh import Replicated
 
-from . import forward_precision, global_batch
+from . import forward_precision, global_batch, lazy
 from .imperative_run import Run
 
 Tree = tree.Tree
@@ -130,7 +130,10 @@ class BoostedModel(nn.Module):
     def _write(self, values: Mapping[str, torch.Tensor]) -> nn.Module:
         with torch.no_grad():
             for name, tensor in self._tensors().items():
-                tensor.copy_(values[name])
+                if tensor.is_meta:
+                    lazy.set_value(tensor, values[name].clone())
+                else:
+                    tensor.copy_(values[name])
         return self.module
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BoostedModel:

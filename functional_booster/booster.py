@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, optim, step, watchdog
+from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, initial, optim, step, watchdog
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import ConstantScaling, MixedPrecision, Policy, cast, patterns, resumed
 from functional_booster.sharding import shards
@@ -74,16 +74,16 @@ class Booster:
             )
         stream = random.fold_in(key, 1)
         if params is None:
-            params = model.init(key.to(self.device))  # born where they will live
+            values = model.leaves(key.to(self.device))  # born where they will live
         else:
             check_params(params, model.abstract)
-        return self._state(model, optim.as_transformation(tx), params, stream)
+            values = iter(tree.named_leaves(params).items())
+        return self._state(model, optim.as_transformation(tx), values, stream)
 
     def abstract(self, model: Model, tx: Any) -> TrainState:
         """The TrainState that ``init`` would make, with ArrayInfo leaves: nothing is computed, no memory is used."""
         with FakeTensorMode(allow_non_fake_inputs=True):
-            empty = tree.map(lambda info: torch.empty(info.shape, dtype=info.dtype), model.abstract)
-            state = self._state(model, optim.as_transformation(tx), empty, torch.empty(2, dtype=torch.int32))
+            state = self._state(model, optim.as_transformation(tx), None, torch.empty(2, dtype=torch.int32))
         return tree.map(ArrayInfo.of, state)
 
     def train_step(
@@ -346,38 +346,53 @@ class Booster:
         booster_io.load_lr_scheduler(lr_scheduler, checkpoint)
 
     @torch.inference_mode(mode=False)  # its tensors must be trainable wherever it is made
-    def _state(self, model: Model, tx: optim.GradientTransformation, params: Tree, key: torch.Tensor) -> TrainState:
-        device, mesh, buffers = self.device, self.plan.mesh, model.buffers()
-        if not graph.is_tracing():  # processes may have built the module, or drawn the key, each for itself
-            here = tree.map(lambda leaf: leaf.to(device), (params, buffers, key))
-            with watchdog.guard("init") if mesh.across else contextlib.nullcontext():
-                params, buffers, key = shards.of_the_first(here, mesh)
-        typed = tree.map(lambda leaf, info: leaf.detach().to(info.dtype), params, model.abstract)
+    def _state(
+        self,
+        model: Model,
+        tx: optim.GradientTransformation,
+        values: Iterator[tuple[str, Any]] | None,
+        key: torch.Tensor,
+    ) -> TrainState:
+        """A state with these values, of all leaves by name; None: with zeros."""
+        device, mesh = self.device, self.plan.mesh
+        typed = tree.map(lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"), model.abstract)
         kept = _kept(self.precision, model, typed)
         if self.precision.fp8 is not None:
             self.precision.fp8.mark(typed)  # raises for a pattern that matches nothing
         stored = tree.map_with_name(lambda n, leaf: leaf if n in kept else cast(leaf, self.policy.param), typed)
-        placed = tree.map(lambda leaf: leaf.to(device, copy=True), stored)
         described = tree.map(
             lambda leaf, info: ArrayInfo(
                 info.shape, leaf.dtype, info.spec, None, info.trainable and transforms.is_differentiable(leaf)
             ),
-            placed,
+            stored,
             model.abstract,
         )
         trained, frozen = tree.partition(described, tree.map(lambda info: info.trainable, described))
         layout = _layout(self.plan, trained, optim.leaf_labels(tx, trained), kept)
         alike = [()] * len(tree.leaves(frozen))  # no optimizer tells frozen leaves apart
-        storage, still = _laid_out(
-            placed, (layout, _layout(self.plan, frozen, alike, kept) if alike else None), self.plan
-        )
+        layouts = layout, _layout(self.plan, frozen, alike, kept) if alike else None
+        buffers = tree.map(lambda leaf: leaf.to(device), model.buffers())
+        if values is not None and graph.transforms():  # which see no writes in place
+            given, infos = dict(values), tree.named_leaves(model.abstract)
+            placed = tree.map_with_name(
+                lambda n, info: given[n].detach().to(device, infos[n].dtype).to(info.dtype), described
+            )
+            storage, still = _laid_out(placed, layouts, self.plan)
+        else:
+            storage = initial.zeros(layout, self.plan, device)
+            still = None if layouts[1] is None else initial.zeros(layouts[1], self.plan, device)
+            if values is not None:
+                with watchdog.guard("init") if mesh.across else contextlib.nullcontext():
+                    # Processes may have built the module, or drawn the key, each for itself.
+                    buffers, key = shards.of_the_first((buffers, key.to(device)), mesh)
+                    initial.fill((storage, still), values, tree.named_leaves(model.abstract), self.plan, device)
         zero = torch.zeros((), dtype=torch.int64, device=device)
         return TrainState(
             step=zero,
             position=zero.clone(),
             storage=storage,
             frozen=still,
-            opt_state=own(spmd(tx.init, mesh)(storage)),
+            opt_state=initial.optimizer_state(tx, storage, self.plan),
             buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), buffers),
             key=key.to(device, copy=True),
             loss_scale=(self.precision.scaling or ConstantScaling()).init(device),

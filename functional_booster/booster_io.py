@@ -181,10 +181,9 @@ def _model_entries(run: Run) -> list[Entry]:
 def _state_leaf(run: Run, name: str, tensor: torch.Tensor) -> Leaf:
     """A tensor of the optimizer's state of a parameter: stored as that is, or whole."""
     layout, bucket, mesh = run.state.storage.layout, run.buckets[name], run.plan.mesh
-    shape = tuple(run.whole_shape(name, tensor))
-    if tensor.dim() > (len(mesh.axes) if mesh.virtual else 0):
+    if run.lies_flat(name, tensor):
         return leaves.of_flat(Flat({**dict.fromkeys(layout.buckets), bucket: tensor}, layout), mesh)[name]
-    return Leaf(shape, tensor, mesh, mesh.virtual)
+    return Leaf(tuple(run.whole_shape(name, tensor)), tensor, mesh, mesh.virtual)
 
 
 def _named(name: str, state: Any) -> dict[str, torch.Tensor]:

@@ -70,7 +70,7 @@ def run(options: Convert) -> int:
     form = options.to or ("native" if source is None else "hf")
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if form == "hf":
-        _refuse_native(options.dst)
+        _refuse_ours(options.dst)
         model, params = _from_hf(options) if source is None else _from_native(options, source)
         _write_hf(options, model, params, dtype)
     elif source is None:
@@ -189,7 +189,10 @@ def _model_from(path: str) -> Model:
     return hf.FAMILIES[kind].factory(config)
 
 
-def _refuse_native(path: str) -> None:
-    """Raise ValueError for a folder that Hugging Face's form cannot be written to."""
-    if folder(path).size(checkpoint.MANIFEST) is not None:
+def _refuse_ours(path: str) -> None:
+    """Raise ValueError for a folder with files of ours that Hugging Face's form would replace, or stand beside."""
+    place = folder(path)
+    if place.size(checkpoint.MANIFEST) is not None:
         raise ValueError(f"dst: {path} holds a native checkpoint, expected another folder")
+    if place.size(run_folder.CONFIG) is not None and place.size(run_folder.LOCK) is not None:
+        raise ValueError(f"dst: {path} is the folder of a run, expected another one")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import is_lazy as is_uninitialized
 
 from functional_booster.kernels import graph
 from functional_booster.precision import cast_arguments, fp8
@@ -17,7 +18,8 @@ from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import enter
 
-from . import hf_attention, losses, module_regions
+from . import hf_attention, lazy, losses, module_regions
+from .lazy import is_lazy
 from .models.hf import state_names
 from .models.model import Model
 from .module_mode import ModuleMode
@@ -39,7 +41,8 @@ def functionalize(module: nn.Module) -> Model:
     leaf, under the first of them in ``module.named_parameters()``. Parameters with ``requires_grad=False`` and those
     that are no floating-point numbers are leaves whose ArrayInfo says ``trainable=False``.
 
-    - ``init(key=None)`` copies the module's weights as they are then; the key is not used.
+    - ``init(key=None)`` copies the module's weights as they are then; the key is not used. Of a module that was made in
+      a LazyInitContext it makes them.
     - ``apply(params, *args, key=None, train=False, buffers=None, mutable=False, kwargs=None, **named)`` is the module's
       forward, in training or evaluation mode; with ``mutable=True`` it returns ``(outputs, new buffers)``.
       ``buffers=None`` takes the module's own, as they were when it was functionalized. In training, a module that
@@ -59,17 +62,19 @@ def functionalize(module: nn.Module) -> Model:
       ``attention_mask``. With a key it trains: dropout is on.
 
     Raises TypeError for what is no nn.Module or wraps one for data parallelism or compilation, and ValueError for
-    modules with uninitialized parameters. Weights on the meta device are described, but ``init`` refuses them.
+    modules with uninitialized parameters. Weights on the meta device are described, but ``init`` refuses, by name,
+    those that no LazyInitContext recorded.
     """
     _check_module(module)
     forward = _Forward(module)
-    own_buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-    def init(key: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        return _copies(dict(module.named_parameters()), "weights", forward.name)
+    own_buffers = {n: buffer if is_lazy(buffer) else buffer.detach().clone() for n, buffer in module.named_buffers()}
 
     def model_buffers() -> dict[str, torch.Tensor]:
-        return _copies(own_buffers, "buffers", forward.name)
+        found = {
+            name: lazy.tensor_of(value) for name, value in lazy.values(own_buffers, f"{forward.name}: its buffers")
+        }
+        own_buffers.update({name: value for name, value in found.items() if own_buffers[name].is_meta})
+        return {name: found[name].clone() if found[name] is own_buffers[name] else found[name] for name in own_buffers}
 
     def apply(
         params: Values,
@@ -93,7 +98,7 @@ def functionalize(module: nn.Module) -> Model:
         return forward(params, buffers, args, named, key=key, modes=modes, mutable=mutable)
 
     return Model(
-        init=init,
+        init=_Weights(module),
         apply=apply,
         abstract=dict(forward.abstract),
         buffers=model_buffers,
@@ -111,6 +116,21 @@ def _batch_norms(module: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{name}.{own}" if name else own for name, part in norms.items() for own, _ in part.named_parameters()
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """``init(key=None)``: the weights that a module has, or that a LazyInitContext recorded, in fresh storage."""
+
+    module: nn.Module
+
+    def __call__(self, key: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        made = {name: lazy.tensor_of(value) for name, value in self.leaves(key)}
+        return {name: made[name] for name, _ in self.module.named_parameters()}
+
+    def leaves(self, key: torch.Tensor | None = None) -> Iterator[tuple[str, Any]]:
+        """(name, value), one at a time, in any order."""
+        return lazy.values(dict(self.module.named_parameters()), f"{type(self.module).__name__}: its weights")
 
 
 class _Forward:
@@ -222,6 +242,8 @@ def _on_meta(module: nn.Module) -> nn.Module:
             # What was computed from parameters (hook-based weight norm keeps its weight so) is computed again.
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 memo[id(value)] = torch.empty_like(value, device="meta", requires_grad=False)
+            elif isinstance(value, torch.Tensor) and id(value) not in memo and is_lazy(value):
+                memo[id(value)] = lazy.value_of(value)
     try:
         skeleton = copy.deepcopy(module, memo)
     except (TypeError, RuntimeError) as error:
@@ -244,9 +266,9 @@ def _check_module(module: Any) -> None:
         if cls.__name__ in _WRAPPERS:
             raise TypeError(f"module: a {cls.__name__} wraps the module: hand in its .{_WRAPPERS[cls.__name__]}")
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    if lazy := [name for name, value in tensors if is_lazy(value)]:
+    if unknown := [name for name, value in tensors if is_uninitialized(value)]:
         raise ValueError(
-            f"module: uninitialized parameters: {', '.join(lazy)}; run a forward first, it gives them shapes"
+            f"module: uninitialized parameters: {', '.join(unknown)}; run a forward first, it gives them shapes"
         )
 
 
@@ -279,12 +301,6 @@ def _tied_names(module: nn.Module) -> dict[str, str]:
         first = {id(value): name for name, value in unique}
         tied.update({name: first[id(value)] for name, value in every if first[id(value)] != name})
     return tied
-
-
-def _copies(tensors: Values, what: str, owner: str) -> dict[str, torch.Tensor]:
-    if any(value.is_meta for value in tensors.values()):
-        raise ValueError(f"{owner}: its {what} are on the meta device and have no values to start from")
-    return {name: value.detach().clone() for name, value in tensors.items()}
 
 
 def _version(value: torch.Tensor) -> int:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import pickle
+import zipfile
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -219,10 +220,15 @@ def _pickled(place: Folder, file: str, weights_only: bool, stack: contextlib.Exi
             "with torch.load(weights_only=True), which builds tensors alone, ask for weights_only=True"
         )
     source = place.path / file if isinstance(place, Local) else stack.enter_context(place.open(file))
-    try:  # what is behind a URL is read whole
-        values = torch.load(source, map_location="cpu", weights_only=True, mmap=isinstance(place, Local))
+    in_parts = isinstance(place, Local) and zipfile.is_zipfile(source)  # not in torch's form of before 1.6, nor at URLs
+    try:
+        values = torch.load(source, map_location="cpu", weights_only=True, mmap=in_parts)
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{place}: {file}: it holds more than tensors, and is not read") from error
+        raise ValueError(f"{place}: {file}: it holds more than tensors, or is damaged, and is not read") from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever odd bytes make of the unpickler's own errors
+        raise ValueError(f"{place}: {file} is damaged: {error}") from error
     if not isinstance(values, Mapping) or not all(isinstance(value, torch.Tensor) for value in values.values()):
         raise ValueError(f"{place}: {file}: expected a dict of tensors by name")
 

@@ -130,7 +130,7 @@ def _save(
         except BaseException as error:
             if job.first:
                 publishing.forget(target, job.token, made)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and not isinstance(error, FileExistsError):
                 told = f"{target.place} could not be written ({error}); what was there before is whole"
                 raise OSError(told) from error
             raise

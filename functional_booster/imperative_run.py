@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from functional_booster import optim, placement, watchdog
-from functional_booster.kernels import flat, transforms, tree
+from functional_booster.kernels import flat, tree
 from functional_booster.precision import MixedPrecision, Policy
 from functional_booster.sharding import shards
 from functional_booster.sharding.collectives import psum
@@ -209,14 +209,19 @@ class Run:
 
     def whole_shape(self, name: str, tensor: torch.Tensor) -> torch.Size:
         """The shape that ``whole`` gives a tensor."""
-        slot, dims = self._slots[name], self._dims(tensor)
-        return torch.Size(slot.shape) if slot.offset is not None and dims == 1 else tensor.shape[tensor.dim() - dims :]
+        if self.lies_flat(name, tensor):
+            return torch.Size(self._slots[name].shape)
+        return tensor.shape[tensor.dim() - self._dims(tensor) :]
+
+    def lies_flat(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of a leaf's state lies as the leaf does, in a flat buffer; else each rank has it whole."""
+        return self._slots[name].offset is not None and self._dims(tensor) == 1
 
     def part(self, name: str, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """What this rank stores of a whole tensor, as ``like`` is stored: the inverse of ``whole``, without
         communication."""
         slot, layout = self._slots[name], self.state.storage.layout
-        is_flat = slot.offset is not None and self._dims(like) == 1
+        is_flat = self.lies_flat(name, like)
 
         def local(value: torch.Tensor) -> torch.Tensor:
             if not is_flat:
@@ -303,23 +308,19 @@ def start(
 
     Processes start from the weights and buffers of the first one, as with torch's DDP.
     """
-    fixed: dict[str, torch.Tensor] = {}
-
-    def weights(key: torch.Tensor) -> dict[str, torch.Tensor]:
-        values = {name: value.to(key.device) for name, value in model.init(key).items()}
-        values = shards.of_the_first(values, plan.mesh)
-        fixed.update({name: value for name, value in values.items() if not transforms.is_differentiable(value)})
-        return values
-
     # Frozen parameters may be thawed on the way, so all have their place in the storage.
-    every = replace(model, init=weights, abstract={n: replace(i, trainable=True) for n, i in model.abstract.items()})
+    every = replace(model, abstract={name: replace(info, trainable=True) for name, info in model.abstract.items()})
     state = init(every, optim.identity()._replace(groups=functools.partial(_alone, plan)))
     if placement.is_provisional(state):
         raise ValueError(
             "placement_policy: 'auto' measures the first call of a train_step, which an imperative loop has not: say "
             "what is where, by placement_policy='static' with its fractions"
         )
-    state = state.replace(frozen=None, buffers=shards.of_the_first(state.buffers, plan.mesh))
+    fixed = {}  # no numbers to train: each rank has them whole
+    if state.frozen is not None:
+        whole = spmd(lambda frozen: Replicated(shards.join(shards.on_device(frozen, state.step.device))), plan.mesh)
+        fixed = {name: leaf.clone() for name, leaf in flat.unravel(whole(state.frozen)).items() if leaf is not None}
+    state = state.replace(frozen=None)
     stored = {slot.name: state.storage.buffers[slot.bucket] for slot in state.storage.layout.slots}
     parameters = {
         name: nn.Parameter({**fixed, **stored}[name], requires_grad=own.requires_grad)

@@ -1,9 +1,14 @@
-"""A lock between processes, held by the operating system: it goes when its holder does, however that ends."""
+"""Locks between processes, held by the operating system: one goes when its holder does, however that ends.
+
+And between the threads of this process, which take turns.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import weakref
 from collections.abc import Generator
 from pathlib import Path
 
@@ -11,6 +16,9 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
+
+_turns: weakref.WeakValueDictionary[tuple[int, int], threading.Lock] = weakref.WeakValueDictionary()
+_turns_change = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -39,3 +47,24 @@ def exclusive(path: Path, *, wait: bool) -> Generator[bool]:
                 fcntl.flock(handle, fcntl.LOCK_UN)  # child processes may hold the handle open
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def in_turn(path: Path) -> Generator[None]:
+    """Hold ``path``, which exists, against the other threads of this process that ask for it; waits for them."""
+    about = os.stat(path)
+    with _turns_change:
+        turn = _turns.setdefault((about.st_dev, about.st_ino), threading.Lock())
+    with turn:
+        yield
+
+
+def _forget() -> None:
+    """A forked process has none of the threads that hold these."""
+    global _turns_change
+    _turns.clear()
+    _turns_change = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -27,6 +27,7 @@ from functional_booster.sharding.region import outlined, region
 
 from .module_mode import ModuleMode
 from .skeleton import Skeleton
+from .weight_mode import WeightMode, weight_of
 
 log = logging.getLogger(__name__)
 Tree = tree.Tree
@@ -94,8 +95,9 @@ def _through(traces: _Traces, mode: ModuleMode, block: nn.Module) -> Callable[..
 
 def _outlined() -> bool:
     """Whether a region is one here, and sees all that the block would: no modes of others, no hooks on every module."""
-    modes = map(type, torch.overrides._get_current_function_mode_stack())
-    return outlined() and set(modes) <= {ModuleMode, TorchFunctionMetadataMode} and not _has_any_global_hook()
+    modes = set(map(type, torch.overrides._get_current_function_mode_stack()))
+    own = {ModuleMode, WeightMode, TorchFunctionMetadataMode}
+    return outlined() and modes <= own and not _has_any_global_hook()
 
 
 def _is_plain(values: Tree) -> bool:
@@ -129,18 +131,20 @@ class _Traces:
     def call(self, block: nn.Module, forward: Callable[..., Any], mode: ModuleMode, args: Tree, kwargs: Tree) -> Any:
         """``forward(*args, **kwargs)`` of the block through a region; raises if it cannot be traced apart."""
         skeleton = Skeleton(block)
-        state, values = _state(skeleton), {name: mode.marked(value) for name, value in skeleton.read().items()}
+        state, held = _state(skeleton), skeleton.read()
+        values = {name: weight_of(mode.marked(value)) for name, value in held.items()}
         while True:
             trace = next((trace for trace in self.found if trace.fits(state)), None)
             if trace is None:
                 trace = _Trace(skeleton, state, region(functools.partial(_apart, skeleton, forward)), self._vary(state))
                 self.found.append(trace)
-            with _reading(trace.skeleton, trace.unread):
+            # Without modes: what stands for a weight is an argument like any other here.
+            with _reading(trace.skeleton, trace.unread), torch._C.DisableTorchFunction():
                 outputs, written = trace.region(values, mode.key, args, kwargs)
             if trace.fits(state):  # still: other shapes may have been traced anew
                 break
         for name, value in written.items():
-            values[name].copy_(value)
+            held[name].copy_(value)
         return outputs
 
     def _vary(self, state: State) -> set[Attribute]:
@@ -160,10 +164,11 @@ def _apart(
 ) -> tuple[Tree, dict[str, torch.Tensor]]:
     """A forward as a pure function: (outputs, written buffers). Raises _NotApartError where it is none."""
     buffers = skeleton.buffers()
-    held = {name: value.clone() if name in buffers else fp8.plain(value) for name, value in values.items()}
+    standing = WeightMode(values)
+    held = {name: value.clone() if name in buffers else fp8.plain(value) for name, value in standing.held.items()}
     given, structure = tree.flatten((args, kwargs))
     versions = {id(leaf): leaf._version for leaf in (*held.values(), *given) if isinstance(leaf, torch.Tensor)}
-    with skeleton.holding(held), ModuleMode(skeleton.module, key, values) as mode:
+    with standing, skeleton.holding(held), ModuleMode(skeleton.module, key, values) as mode:
         state = _state(skeleton)
         outputs = forward(*args, **kwargs)
         same = _state(skeleton) == state and all(value is held[name] for name, value in skeleton.read().items())

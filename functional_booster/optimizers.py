@@ -1,8 +1,8 @@
 """Colossal-AI's optimizers by their names, with its arguments and defaults, as torch optimizers.
 
 For ``booster.boost(model, HybridAdam(model.parameters(), lr=1e-3))``: a booster turns each into a pure transform, which
-updates state that lies however the plugin lays it out. ``step`` runs the same transform on the module's parameters. The
-functional API has them in ``fb.optim``: ``adamw``, ``sgd``, ``lamb``, ``lars``, ``came``, ``adafactor``, ``lion``.
+updates state that lies however the plugin lays it out; ``PureOptimizer`` says what they are without one. The functional
+API has them in ``fb.optim``: ``adamw``, ``sgd``, ``lamb``, ``lars``, ``came``, ``adafactor``, ``lion``.
 
 Each parameter counts its own updates. Where parameters and state live, in the host's memory too, is the plugin's to say
 (``cpu_offload``, ``offload_optim_frac``), also for CPUAdam, which is HybridAdam by another name; none of the ``Fused``
@@ -11,53 +11,17 @@ ones needs a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-
-from functional_booster.kernels import tree
 
 from . import optim
-from .optim.inject import hyperparameter
 from .optimizer_families import Family, Values, keys, with_momentum
+from .pure_optimizer import PureOptimizer
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 Betas = tuple[float, float]
-
-
-class PureOptimizer(torch.optim.Optimizer):
-    """A torch optimizer that is defined by the pure transform of its ``family``."""
-
-    family: ClassVar[Family]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
-        """Update the parameters that have a gradient; ``closure`` computes them first, and its loss is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        grads = [p.grad for p, _ in pairs]
-        if (across := self.family.across(self)) is not None:
-            grads, _ = across.update(grads, across.init(grads))
-        for grad, (p, group) in zip(grads, pairs, strict=True):
-            numbers = {name: hyperparameter(value, p.device) for name, value in self.family.numbers(group).items()}
-            tx = self.family.build({**self.family.fixed(group), **numbers})
-            update, state = tx.update(grad, self._state_of(tx, p), p.detach())
-            p.copy_(optim.apply_updates(p, update))
-            self.state[p] = tree.named_leaves(state)  # tensors by name, which torch's state_dict can hold
-        return loss
-
-    def _state_of(self, tx: optim.GradientTransformation, p: torch.Tensor) -> Any:
-        """The transform's state of a parameter, from ``self.state``."""
-        if not self.state[p]:
-            return tx.init(p.detach())
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            like = tx.init(torch.empty(p.shape, dtype=p.dtype))
-        return tree.map_with_name(lambda name, leaf: self.state[p][name].to(leaf.dtype), like)
 
 
 def _adam(values: Values) -> optim.GradientTransformation:
@@ -119,10 +83,6 @@ class FusedAdam(_Adam):
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {**values, "bias_correction": bias_correction, "decoupled": adamw_mode})
         self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, or, without ``set_grad_none``, make zeros of them."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 def _sgd(values: Values) -> optim.GradientTransformation:
@@ -230,10 +190,6 @@ class FusedLAMB(PureOptimizer):
         values |= {"bias_correction": bias_correction, "decoupled": adam_w_mode, "grad_averaging": grad_averaging}
         super().__init__(params, {**values, "max_grad_norm": max_grad_norm})
         self.set_grad_none = set_grad_none
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, or, without ``set_grad_none``, make zeros of them."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 def _clipping(max_grad_norm: float) -> optim.GradientTransformation | None:

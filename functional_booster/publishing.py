@@ -57,10 +57,7 @@ def prepared(target: Target, stack: contextlib.ExitStack) -> tuple[bool, bool]:
     if place.is_file():
         raise FileExistsError(f"{place} is a file, expected a directory for the weights")
     made = place.make()
-    try:
-        return made, stack.enter_context(place.exclusive(wait=target.limit is None))
-    except BlockingIOError as error:
-        raise FileExistsError(f"{place}: another process is writing there; nothing was changed") from error
+    return made, stack.enter_context(place.exclusive(wait=target.limit is None))
 
 
 def publish(target: Target, fresh: Mapping[str, str], index: dict[str, Any] | None) -> None:

@@ -15,7 +15,7 @@ from . import optim
 from .optim.base import Tree, device_of, is_flat
 from .optim.inject import hyperparameter
 from .optimizer_families import OF_TORCH, Family
-from .optimizers import PureOptimizer
+from .pure_optimizer import PureOptimizer
 
 
 class FromTorchState(NamedTuple):

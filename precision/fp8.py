@@ -18,12 +18,14 @@ Tree = tree.Tree
 Scaling = fp8.Scaling
 require_scaling = fp8.require_scaling
 
-# Embeddings and position tables, norms, heads, and the routers of mixtures of experts, by the names that models use.
+# Embeddings and position tables, norms, heads, the routers of mixtures of experts, and adapters, too narrow for fp8 to
+# be faster: by the names that models use.
 EXCLUDED: tuple[str, ...] = (
     *("*embed*", "wte", "wpe", "shared", "relative_attention_bias"),
     *("*norm*", "ln", "ln_*"),
     *("head", "heads", "*_head", "head_*", "classifier", "score", "qa_outputs", "predictions"),
     *("*router*", "gate", "*_expert_gate"),
+    "lora_*",
 )
 
 

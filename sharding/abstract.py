@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,30 @@ class ArrayInfo:
         return value if isinstance(value, cls) else cls(tuple(value.shape), value.dtype)
 
 
+@dataclass(frozen=True, eq=False)
+class Initialize:
+    """``init(key)`` of a tree of ArrayInfo: all of it, or, by ``leaves(key)``, one leaf after the other."""
+
+    abstract: tree.Tree
+
+    def __call__(self, key: torch.Tensor) -> tree.Tree:
+        """As ``initialize``."""
+        return initialize(self.abstract, key)
+
+    def leaves(self, key: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, value) of each leaf, made when it is asked for. Raises as ``initialize``."""
+        infos = tree.named_leaves(self.abstract)
+        for name, info in infos.items():
+            if not isinstance(info, ArrayInfo):
+                raise TypeError(f"{name}: expected an ArrayInfo, got {type(info).__name__}")
+        if missing := [name for name, info in infos.items() if info.initializer is None]:
+            raise ValueError(
+                f"no initializer for {', '.join(missing)}: the values must come from a checkpoint or a module"
+            )
+        for name, info in infos.items():
+            yield name, _born(name, info, key)
+
+
 def initialize(abstract: tree.Tree, key: torch.Tensor) -> tree.Tree:
     """The parameters that a tree of ArrayInfo describes, on the key's device.
 
@@ -54,13 +78,7 @@ def initialize(abstract: tree.Tree, key: torch.Tensor) -> tree.Tree:
     leaf that is no ArrayInfo, and ValueError, naming them, for leaves without initializer or whose initializer makes
     another shape or dtype.
     """
-    infos = tree.named_leaves(abstract)
-    for name, info in infos.items():
-        if not isinstance(info, ArrayInfo):
-            raise TypeError(f"{name}: expected an ArrayInfo, got {type(info).__name__}")
-    if missing := [name for name, info in infos.items() if info.initializer is None]:
-        raise ValueError(f"no initializer for {', '.join(missing)}: the values must come from a checkpoint or a module")
-    return tree.map_with_name(lambda name, info: _born(name, info, key), abstract)
+    return tree.unflatten(tree.structure(abstract), [value for _, value in Initialize(abstract).leaves(key)])
 
 
 def _born(name: str, info: ArrayInfo, key: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ import stat
 import threading
 import warnings
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,9 @@ def data_files(path: Path) -> list[str]:
     return [file["name"] for file in checkpoint.read_manifest(path)["files"]]
 
 
-def in_a_child(work: Callable[[], object]) -> int:
-    """The exit status of a process that does this work: 0, 1 where it raised, -9 where it was killed."""
+@contextlib.contextmanager
+def other_process(work: Callable[[], object]) -> Generator[tuple[int, list[int]]]:
+    """(id of a process that does this work, []); afterwards its exit status: 0, 1 where it raised, -9 where killed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a fork beside threads, none of which it needs
         child = os.fork()
@@ -65,7 +67,21 @@ def in_a_child(work: Callable[[], object]) -> int:
             os._exit(0)
         except BaseException:
             os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    statuses: list[int] = []
+    try:
+        yield child, statuses
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    finally:
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def in_a_child(work: Callable[[], object]) -> int:
+    """The exit status of a process that does this work."""
+    with other_process(work) as (_, statuses):
+        pass
+    return statuses[0]
 
 
 def at_point(n: int, act: str, work: Callable[[], object]) -> int:
@@ -326,6 +342,38 @@ class TestOverwriting:
         assert same(booster.load(path, like=state), state)
         assert len(list(path.iterdir())) == 2
 
+    @pytest.mark.parametrize("before", [True, False])
+    def test_another_job_that_saves_there_is_refused_and_may_come_later(
+        self, before: bool, booster: fb.Booster, state: fb.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The job at work is killed in the end, and holds nothing then."""
+        path, first = tmp_path / "ckpt", booster.init(MODEL, TX, key=fb.random.key(0))
+        if before:
+            booster.save(path, first)
+        at_work, told = os.pipe()
+
+        def stuck(*_: Any) -> None:
+            os.write(told, b"!")
+            signal.pause()
+
+        def job() -> None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(saving.data_files, "write", stuck)
+                booster.save(path, state)
+
+        with ThreadPoolExecutor(1) as threads, other_process(job) as (pid, _):
+            assert os.read(at_work, 1) == b"!"
+            names = sorted(path.iterdir())
+            saves: list[Callable[..., object]] = [booster.save, lambda *args: checkpoint.save_async(*args).result()]
+            for save in saves:
+                with pytest.raises(FileExistsError, match="ckpt: another process is writing there; nothing was"):
+                    threads.submit(save, path, state).result(timeout=30)
+            assert sorted(path.iterdir()) == names
+            booster.save(tmp_path / "other", state)
+            os.kill(pid, signal.SIGKILL)
+        booster.save(path, state)
+        assert same(booster.load(path, like=state), state)
+
     def test_without_locks_only_what_was_replaced_goes(
         self, booster: fb.Booster, state: fb.TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -376,10 +424,26 @@ def test_leaves_that_share_memory_are_saved_whole(booster: fb.Booster, state: fb
         "whole": (whole := torch.arange(6.0)),
         "row": whole[2:4],
         "column": whole.view(2, 3).T,
+        "strided": whole[::2],
+        "conjugate": (turned := torch.view_as_complex(whole.view(3, 2)).conj()),
+        "negative": turned.imag,
+        "expanded": whole[:1].expand(3),
     }
     shared = state.replace(buffers=buffers)
     booster.save(tmp_path, shared)
     assert same(booster.load(tmp_path, like=shared), shared)
+    checkpoint.save_async(tmp_path, shared).result()
+    assert same(booster.load(tmp_path, like=shared), shared)
+
+
+def test_a_dtype_that_files_do_not_have_is_refused_at_once(
+    booster: fb.Booster, state: fb.TrainState, tmp_path: Path
+) -> None:
+    odd = state.replace(buffers={"odd": torch.zeros(2, dtype=torch.complex128)})
+    for save in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(TypeError, match=r"buffers\.odd: torch\.complex128, which safetensors does not have"):
+            save(tmp_path / "ckpt", odd)
+    assert list(tmp_path.iterdir()) == []
 
 
 class TestBadInput:

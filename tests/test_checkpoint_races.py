@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -121,3 +122,26 @@ def load_while_one_saves(folder: str) -> tuple[set[float], int]:
 def test_processes_load_the_same_checkpoint(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "it", state_of(1))
     assert run_on_ranks(2, load_while_one_saves, str(tmp_path / "it")) == [({2.0}, 2), ({2.0}, 2)]
+
+
+def test_the_latest_is_found_while_it_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files go between the reading of its manifest and the look at them."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path / f"step-{step}", state_of(step))
+    real, saves = manifest.read, 0
+
+    def then_replaced(place: Any) -> Any:
+        nonlocal saves
+        content = real(place)
+        if str(place).endswith("step-2") and saves < 3:
+            saves += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(manifest, "read", real)
+                checkpoint.save(str(place), state_of(2))
+        return content
+
+    monkeypatch.setattr(manifest, "read", then_replaced)
+    assert checkpoint.latest(tmp_path) == f"{tmp_path}/step-2"
+    assert saves == 3
+    (tmp_path / "step-2" / next(file for file in os.listdir(tmp_path / "step-2") if file != "manifest.json")).unlink()
+    assert checkpoint.latest(tmp_path) == f"{tmp_path}/step-1"

@@ -198,6 +198,8 @@ def test_inspect_shows_the_first_format_and_weights_of_others(capsys: pytest.Cap
         (lambda runs: ["convert", "held", "x", "--config", "bert.json"], "model_type 'bert', expected one of"),
         (lambda runs: ["convert", "held", "x", "--config", "no.json"], "--config: no.json does not exist"),
         (lambda runs: ["convert", "held", "x", "--config", "large.json"], "held is of another model"),
+        (lambda runs: ["convert", "held", "held", "--to", "hf"], "held holds a native checkpoint, expected another"),
+        (lambda runs: ["convert", runs / "gpt2", runs / "gpt2"], "gpt2 is the folder of a run, expected another one"),
         (lambda runs: ["convert", "held", "text", "--to", "native"], "text is a file, expected a directory"),
     ],
 )

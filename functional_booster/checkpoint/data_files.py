@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from .folders import Folder
 from .manifest import CHUNK
 from .snapshots import Snapshot
 from .tensor_files import as_bytes, head
+
+_SMALL = 2**16  # bytes, whose checksum takes less time than to tell a thread of them
 
 
 def write(place: Folder, name: str, taken: Snapshot) -> dict[str, Any]:
@@ -30,16 +34,17 @@ def write(place: Folder, name: str, taken: Snapshot) -> dict[str, Any]:
     before, starts = head(tensors)
     described: dict[str, list[dict[str, Any]]] = {}
     size = len(before)
-    with place.create(name) as stream:
+    with ThreadPoolExecutor(1) as beside, place.create(name) as stream:  # beside the writing, checksums cost no time
         stream.write(before)
         for piece, start in zip(pieces, starts.values(), strict=True):
-            sums = []
+            sums: list[Callable[[], int]] = []
             for chunk in chunks(piece.values):
-                sums.append(crc32(chunk))
+                sums.append(beside.submit(crc32, chunk).result if len(chunk) > _SMALL else partial(crc32, chunk))
                 stream.write(chunk)
             size = start + piece.values.nbytes
             span = [piece.start, piece.start + len(piece.values)]
-            described.setdefault(piece.leaf, []).append({"offset": start, "range": span, "crc32": sums})
+            found = {"offset": start, "range": span, "crc32": [each() for each in sums]}
+            described.setdefault(piece.leaf, []).append(found)
     return {"file": {"name": name, "size": size}, "pieces": described}
 
 

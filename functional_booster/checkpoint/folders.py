@@ -82,12 +82,17 @@ class Local:
         with contextlib.suppress(OSError):
             self.path.rmdir()
 
-    def exclusive(self, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
-        """Hold the folder against other savers. Yields whether there surely is no other.
-
-        Raises BlockingIOError where there is one, unless told to ``wait``.
+    @contextlib.contextmanager
+    def exclusive(self, wait: bool = False) -> Generator[bool]:
+        """Hold the folder against other savers; those of this process take turns. Yields whether there surely is no
+        other. Raises FileExistsError where another process holds it, unless told to ``wait``.
         """
-        return locking.exclusive(self.path, wait=wait)
+        with locking.in_turn(self.path), contextlib.ExitStack() as held:
+            try:
+                alone = held.enter_context(locking.exclusive(self.path, wait=wait))
+            except BlockingIOError as error:
+                raise FileExistsError(f"{self}: another process is writing there; nothing was changed") from error
+            yield alone
 
     def open(self, name: str) -> BinaryIO:
         """A file to read from."""
@@ -187,7 +192,7 @@ class Remote:
             if not self.names():
                 self.files.rmdir(self.path)
 
-    def exclusive(self, wait: bool = True) -> contextlib.AbstractContextManager[bool]:
+    def exclusive(self, wait: bool = False) -> contextlib.AbstractContextManager[bool]:
         """Yields False: who else is at work here is not known."""
         return contextlib.nullcontext(False)
 

@@ -15,7 +15,7 @@ from functional_booster.kernels import flat, tree
 from functional_booster.precision import ConstantScaling
 from functional_booster.state import TrainState
 
-from . import background, conversions, leaves
+from . import background, conversions, host_memory, leaves
 from .folders import folder
 from .leaves import Leaf
 from .manifest import described
@@ -144,17 +144,24 @@ def _filled(source: Reader, like: TrainState, fresh: Mapping[str, torch.Tensor],
 
 def _empty(node: Any, device: torch.device) -> Any:
     """A node of a state in fresh memory."""
+
+    def empty(buffer: Any, on_host: bool = False) -> torch.Tensor:
+        shape, dtype = tuple(buffer.shape), buffer.dtype
+        if device.type == "cpu":
+            return host_memory.empty(shape, dtype)
+        if on_host:
+            return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
+        return torch.empty(shape, dtype=dtype, device=device)
+
     if not leaves.is_flat(node):
-        return torch.empty(tuple(node.shape), dtype=node.dtype, device=device)
-
-    def empty(bucket: str, buffer: Any) -> torch.Tensor:
-        host = bucket in node.layout.host
-        home = torch.device("cpu") if host else device
-        pin = host and device.type == "cuda"
-        return torch.empty(tuple(buffer.shape), dtype=buffer.dtype, device=home, pin_memory=pin)
-
-    buffers = {name: None if buffer is None else empty(name, buffer) for name, buffer in node.buffers.items()}
-    return flat.Flat(buffers, node.layout)
+        return empty(node)
+    return flat.Flat(
+        {
+            name: None if buffer is None else empty(buffer, name in node.layout.host)
+            for name, buffer in node.buffers.items()
+        },
+        node.layout,
+    )
 
 
 def _unfit(source: Reader, problems: list[str]) -> ValueError:

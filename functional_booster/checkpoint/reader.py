@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
-from . import conversions, manifest, tensor_files
+from . import conversions, host_memory, manifest, tensor_files
 from .checksum import crc32
 from .folders import Folder, folder
 from .tensor_files import as_bytes, read_at, read_head
@@ -182,7 +182,7 @@ def read_tensors(path: str | os.PathLike[str], names: Iterable[str] | None = Non
 
     def read(source: Reader) -> dict[str, torch.Tensor]:
         leaves = {name: source.leaves[name] for name in (source.leaves if wanted is None else wanted)}
-        found = {name: torch.empty(leaf.shape, dtype=leaf.dtype) for name, leaf in leaves.items()}
+        found = {name: host_memory.empty(leaf.shape, leaf.dtype) for name, leaf in leaves.items()}
         source.fill_all([(name, 0, tensor.view(-1)) for name, tensor in found.items()])
         return found
 

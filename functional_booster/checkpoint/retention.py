@@ -101,15 +101,21 @@ def _numbered(root: str | os.PathLike[str]) -> list[int]:
 
 def _complete(place: Folder) -> dict[str, float] | None:
     """The metrics of the checkpoint in a folder, None where there is none that is complete."""
-    try:
-        content = manifest.read(place)
-    except (FileNotFoundError, ValueError):
-        return None
-    if content["format"] == FIRST_FORMAT:
-        whole = place.size(content["data"]) is not None
-    else:
-        whole = all(place.size(file["name"]) == file["size"] for file in content["files"])
-    return _metrics(content.get("metrics")) if whole else None
+    before = None
+    while True:
+        try:
+            content = manifest.read(place)
+        except (FileNotFoundError, ValueError):
+            return None
+        if content["format"] == FIRST_FORMAT:
+            whole = place.size(content["data"]) is not None
+        else:
+            whole = all(place.size(file["name"]) == file["size"] for file in content["files"])
+        if whole:
+            return _metrics(content.get("metrics"))
+        if content == before:
+            return None
+        before = content  # another save may have replaced it since it was read
 
 
 def _metrics(given: Any) -> dict[str, float]:
@@ -124,7 +130,7 @@ def _is_number(value: Any) -> bool:
 def _remove(path: str | os.PathLike[str], whole: bool) -> bool:
     """Remove a checkpoint, or what is left of one (not ``whole``), unless it has become whole; whether it was done."""
     place = folder(path)
-    with place.exclusive():  # waits for one that saves there
+    with place.exclusive(wait=True):
         if not whole and MANIFEST in place.names():
             return False
         place.remove([MANIFEST])

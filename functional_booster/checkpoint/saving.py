@@ -31,11 +31,12 @@ def save(path: str | os.PathLike[str], state: TrainState, *, metrics: Mapping[st
     """Write ``state`` to the directory (or fsspec URL) ``path``, in place of the checkpoint that may be there.
 
     A state that is laid out over processes is saved by all of them, each of which writes its share; what the layout has
-    every one of several ranks hold is taken from any of them. All return once everything is on the disk. Others that
+    every one of several ranks hold is taken from any of them. All return once everything is on the disk. Threads that
     save to one path take turns; the last one's state stays. ``metrics`` are kept beside, for people and ``Retention``.
     Raises TypeError for no state, DonatedError for one that was donated, FileExistsError where ``path`` holds something
-    else, OSError (with the path) where it cannot be written; the old checkpoint is whole in each case. Where a process
-    fails, the others raise RankFailure. An earlier save's error that nobody has heard is raised first.
+    else or where another job is saving to it (which is known where files have locks: at no URL), OSError (with the
+    path) where it cannot be written; the old checkpoint is whole in each case. Where a process fails, the others raise
+    RankFailure. An earlier save's error that nobody has heard is raised first.
     """
     together = _together(state)
     with together():
@@ -112,9 +113,10 @@ def _claimed(place: Folder, ranks: int) -> Generator[str]:
     with contextlib.ExitStack() as held:
         with _told(place):
             _refuse_others(place)
-            if place.make():
-                held.callback(place.discard)  # where nothing is in it
+            made = place.make()
             alone = held.enter_context(place.exclusive())
+            if made:
+                held.callback(place.discard)  # where nothing is in it
             replaced = manifest.named_files(place)
             token = secrets.token_hex(8)
             if ranks > 1:

@@ -14,8 +14,9 @@ from functional_booster.donation import refuse_consumed
 from functional_booster.kernels import tree
 from functional_booster.state import TrainState
 
-from . import leaves
+from . import host_memory, leaves
 from .manifest import CHUNK, described
+from .tensor_files import check_dtype
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,23 @@ class Snapshot:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def snapshot(state: TrainState, to_host: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu) -> Snapshot:
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """Contiguous values in the host's memory: themselves, where they are."""
+    return values.cpu().contiguous().resolve_conj().resolve_neg()
+
+
+def snapshot(state: TrainState, to_host: Callable[[torch.Tensor], torch.Tensor] = to_host) -> Snapshot:
     """This process's share of the state; together the processes hold everything once. No communication.
 
     ``to_host`` brings a piece (N,) to the host's memory, contiguous. By default what is there already is not copied:
-    the state must not change until it is written. Raises DonatedError for a state that was donated to a step.
+    the state must not change until it is written. Raises DonatedError for a state that was donated to a step, TypeError
+    for a dtype that safetensors does not have.
     """
     tensors = tree.leaves(state)
     refuse_consumed(tree.names(state), tensors)
     mesh, found = state.plan.mesh, leaves.of_state(state)
+    for name, leaf in found.items():
+        check_dtype(name, leaf.dtype)
     pieces = [
         Piece(name, piece.start, to_host(leaves.read(found[name], piece)))
         for name, piece in leaves.to_write(found, mesh, CHUNK)
@@ -94,7 +103,12 @@ class HostCopies:
         """Memory for a tensor that comes from ``device``."""
         pinned, nbytes = device.type == "cuda", math.prod(shape) * dtype.itemsize
         fitting = self._free.get((nbytes, pinned))
-        buffer = fitting.pop() if fitting else torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        if fitting:
+            buffer = fitting.pop()
+        elif pinned:
+            buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        else:
+            buffer = host_memory.empty((nbytes,), torch.uint8)
         self._used.append(buffer)
         return buffer.view(dtype).view(shape)
 

@@ -55,6 +55,12 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Raise TypeError for a dtype that safetensors does not have."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name}: {dtype}, which safetensors does not have")
+
+
 def head(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
@@ -66,8 +72,7 @@ def head(
     size = 0
     starts = {}
     for name, (dtype, shape) in tensors.items():
-        if dtype not in DTYPES:
-            raise TypeError(f"{name}: {dtype}, which safetensors does not have")
+        check_dtype(name, dtype)
         starts[name], end = size, size + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [size, end]}
         size = end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from functional_booster.kernels import tree
 from functional_booster.losses import labels_from, linear_next_token
 from functional_booster.precision import fp8
-from functional_booster.sharding.abstract import initialize
+from functional_booster.sharding.abstract import Initialize
 
 from . import layers
 
@@ -43,13 +43,21 @@ class Model:
     batch_norms: frozenset[str] = frozenset()
     state_names: Mapping[str, str] = field(default_factory=dict)
 
+    def leaves(self, key: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        """(name, value) of the leaves of ``init(key)``, in any order: one at a time, if ``init`` has a ``leaves(key)``.
+
+        A value that lies in a file may come unread, as a ``StoredTensor``.
+        """
+        one_by_one = getattr(self.init, "leaves", None)
+        yield from tree.named_leaves(self.init(key)).items() if one_by_one is None else one_by_one(key)
+
 
 def language_model(
     config: Any, abstract: Tree, hidden: Callable[..., torch.Tensor], head: Callable[[Tree], torch.Tensor]
 ) -> Model:
     """The Model of a causal language model, given what sets it apart: its leaves, its hidden state and its head."""
     return Model(
-        init=functools.partial(initialize, abstract),
+        init=Initialize(abstract),
         apply=functools.partial(_logits, hidden, head),
         abstract=abstract,
         hidden=hidden,

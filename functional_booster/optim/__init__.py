@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 from .accumulation import ApplyEveryState, apply_every
-from .accumulators import (
+from .adafactor import adafactor, adafactor_decay, clip_by_block_rms, relative_step, scale_by_param_block_rms
+from .adagrad import (
     ScaleByAdadeltaState,
     ScaleByRmsState,
     ScaleByRssState,
+    adadelta,
+    adagrad,
+    rmsprop,
     scale_by_adadelta,
     scale_by_rms,
     scale_by_rss,
 )
-from .adam import ScaleByAdamState, scale_by_adam
-from .adam_variants import ScaleByNadamState, scale_by_adamax, scale_by_nadam, scale_by_radam
-from .aliases import adam, adamw, sgd
+from .adam import ScaleByAdamState, adam, adamw, scale_by_adam
+from .adam_variants import (
+    ScaleByNadamState,
+    adamax,
+    nadam,
+    radam,
+    scale_by_adamax,
+    scale_by_nadam,
+    scale_by_radam,
+)
+from .asgd import AsgdState, asgd
 from .base import GradientTransformation, apply_updates, as_transformation, identity, leaf_labels, stateless
-from .came import ScaleByConfidenceState, scale_by_confidence
+from .came import ScaleByConfidenceState, came, scale_by_confidence
 from .clipping import clip, clip_by_global_norm, global_norm
 from .combine import added, chain, named_chain
 from .decay import add_decayed_weights, matrices
 from .ema import EmaState, averaged, ema
-from .factored import FactoredState, adafactor_decay, clip_by_block_rms, scale_by_factored_rms, scale_by_param_block_rms
+from .factored import FactoredState, scale_by_factored_rms
 from .inject import InjectHyperparamsState, inject_hyperparams
-from .large_batch import lamb, lars
-from .lion import ScaleByLionState, scale_by_lion
-from .memory_efficient import adafactor, came, lion, muon, relative_step
-from .momentum import TraceState, trace
-from .muon import ScaleByMuonState, scale_by_muon
+from .lamb import lamb, scale_by_trust_ratio
+from .lars import lars, scale_by_lars
+from .lion import ScaleByLionState, lion, scale_by_lion
+from .muon import ScaleByMuonState, muon, scale_by_muon
 from .partition import MaskedState, PartitionState, masked, partition
+from .rprop import RpropState, rprop
 from .scaling import (
     ScaleByLearningRateState,
     ScaleByScheduleState,
@@ -37,9 +49,7 @@ from .scaling import (
     scale_by_schedule,
     set_to_zero,
 )
-from .sign_and_average import AsgdState, RpropState, asgd, rprop
-from .torch_aliases import adadelta, adagrad, adamax, nadam, radam, rmsprop
-from .trust_ratio import scale_by_lars, scale_by_trust_ratio
+from .sgd import TraceState, sgd, trace
 
 __all__ = [
     "ApplyEveryState",

@@ -1,4 +1,4 @@
-"""Adam's scaling of gradients by their moments (Kingma and Ba, arXiv 1412.6980; AMSGrad: Reddi et al., 1904.09237)."""
+"""Adam and AdamW: gradients over their moments. (Kingma and Ba, arXiv 1412.6980; AMSGrad: Reddi et al., 1904.09237.)"""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ import torch
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise, zero_count
-from .validate import check_scalar
+from .base import (
+    GradientTransformation,
+    Scalar,
+    ScalarOrSchedule,
+    Tree,
+    at,
+    compute_dtype,
+    elementwise,
+    is_zero,
+    zero_count,
+)
+from .combine import chain
+from .decay import decayed
+from .scaling import ascent, scale_by_learning_rate
+from .validate import check_dtype, check_scalar
 
 
 class ScaleByAdamState(NamedTuple):
@@ -41,6 +54,7 @@ def scale_by_adam(
     check_scalar("b2", b2, below=1.0)
     check_scalar("eps", eps)
     check_scalar("eps_root", eps_root)
+    check_dtype("mu_dtype", mu_dtype)
 
     def init(params: Tree) -> ScaleByAdamState:
         def zeros() -> Tree:  # in bfloat16, whose spacing is above 1 - b2, a second moment would stand still
@@ -60,7 +74,7 @@ def scale_by_adam(
         # mu_hat / (sqrt(nu_hat) + eps), with the corrections brought together in two numbers: fewer passes.
         def direction(g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             dtype = compute_dtype(g, m, v)
-            v = v.to(dtype) if _is_zero(eps_root) else v.to(dtype) + at(correction2 * eps_root, v.to(dtype))
+            v = v.to(dtype) if is_zero(eps_root) else v.to(dtype) + at(correction2 * eps_root, v.to(dtype))
             root = torch.sqrt(v.clamp(min=torch.finfo(dtype).tiny))
             denominator = root * at(correction1 / correction2.sqrt(), root) + at(correction1 * eps, root)
             return (m.to(dtype) / denominator).to(g.dtype)
@@ -68,6 +82,53 @@ def scale_by_adam(
         return tree.map(direction, updates, mu, nu_max if amsgrad else nu), ScaleByAdamState(count, mu, nu, nu_max)
 
     return GradientTransformation(init, update, elementwise)
+
+
+def adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    eps_root: Scalar = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    weight_decay: Scalar = 1e-4,
+    mask: tree.Mask | None = None,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adam with decoupled weight decay where ``mask`` is True (Loshchilov and Hutter, arXiv 1711.05101).
+
+    ``-lr * (adam + weight_decay * params)``, as optax.adamw and torch.optim.AdamW.
+    """
+    return chain(
+        *ascent(maximize),
+        scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
+        *decayed(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def adam(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    eps_root: Scalar = 0.0,
+    mu_dtype: torch.dtype | None = None,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    amsgrad: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Adam; ``weight_decay`` is an L2 penalty inside the moments, as in torch.optim.Adam. For AdamW see ``adamw``."""
+    return chain(
+        *ascent(maximize),
+        *decayed(weight_decay, mask),
+        scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 def moment(g: torch.Tensor, past: torch.Tensor, decay: Scalar, square: bool = False) -> torch.Tensor:
@@ -81,7 +142,3 @@ def bias_correction(decay: Scalar, count: torch.Tensor) -> torch.Tensor:
     """1 - decay^count, 0-d float64: in float32 the difference loses half its digits."""
     exponent = count.to(torch.float64)
     return 1 - at(decay, exponent) ** exponent
-
-
-def _is_zero(value: Scalar) -> bool:
-    return not isinstance(value, torch.Tensor) and value == 0

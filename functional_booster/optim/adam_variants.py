@@ -9,7 +9,20 @@ import torch
 from functional_booster.kernels import tree
 
 from .adam import ScaleByAdamState, bias_correction, moment
-from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise, number_of, zero_count
+from .base import (
+    GradientTransformation,
+    Scalar,
+    ScalarOrSchedule,
+    Tree,
+    at,
+    compute_dtype,
+    elementwise,
+    number_of,
+    zero_count,
+)
+from .combine import chain
+from .decay import decayed
+from .scaling import ascent, scale_by_learning_rate
 from .validate import check_scalar
 
 
@@ -107,6 +120,67 @@ def scale_by_adamax(b1: Scalar = 0.9, b2: Scalar = 0.999, eps: Scalar = 1e-8) ->
         return tree.map(direction, updates, mu, nu), ScaleByAdamState(count, mu, nu, None)
 
     return GradientTransformation(init, update, elementwise)
+
+
+def nadam(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    momentum_decay: Scalar = 0.004,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """NAdam (Dozat 2016), as torch.optim.NAdam."""
+    step = scale_by_nadam(b1, b2, eps, momentum_decay)
+    return _decaying(step, learning_rate, weight_decay, mask, decoupled_weight_decay, maximize)
+
+
+def radam(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RAdam (Liu et al. 2020, arXiv 1908.03265), as torch.optim.RAdam."""
+    step = scale_by_radam(b1, b2, eps)
+    return _decaying(step, learning_rate, weight_decay, mask, decoupled_weight_decay, maximize)
+
+
+def adamax(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    eps: Scalar = 1e-8,
+    *,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """AdaMax (Kingma and Ba, arXiv 1412.6980, section 7), as torch.optim.Adamax."""
+    return _decaying(scale_by_adamax(b1, b2, eps), learning_rate, weight_decay, mask, False, maximize)
+
+
+def _decaying(
+    step: GradientTransformation,
+    learning_rate: ScalarOrSchedule,
+    weight_decay: Scalar,
+    mask: tree.Mask | None,
+    decoupled: bool,
+    maximize: bool,
+) -> GradientTransformation:
+    """``step`` with decay after it, or as an L2 penalty before it."""
+    decay = decayed(weight_decay, mask)
+    before, after = ((), decay) if decoupled else (decay, ())
+    return chain(*ascent(maximize), *before, step, *after, scale_by_learning_rate(learning_rate))
 
 
 def _check(b1: Scalar, b2: Scalar, eps: Scalar) -> None:

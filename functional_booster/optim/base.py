@@ -156,6 +156,11 @@ def at(value: Scalar, like: torch.Tensor) -> Scalar:
     return value.to(like.device, like.dtype) if isinstance(value, torch.Tensor) else value
 
 
+def is_zero(value: Scalar) -> bool:
+    """Whether it is the number 0; of a tensor's value nothing is known."""
+    return not isinstance(value, torch.Tensor) and value == 0
+
+
 def times(tensor: torch.Tensor, factor: Scalar) -> torch.Tensor:
     """``tensor * factor`` in the tensor's dtype, computed in float32 at least."""
     wide = tensor.to(compute_dtype(tensor))

@@ -1,4 +1,4 @@
-"""CAME's steps: smoothed, and smaller where they disagree with their past. (Luo et al. 2023, arXiv 2307.02047.)"""
+"""CAME: smoothed steps, smaller where they disagree with their past. (Luo et al. 2023, arXiv 2307.02047.)"""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, spread, stands_for
-from .factored import FactoredState, factored
-from .validate import check_integer, check_scalar
+from .adafactor import clip_by_block_rms
+from .base import GradientTransformation, Scalar, ScalarOrSchedule, Tree, at, compute_dtype, spread, stands_for
+from .combine import chain
+from .decay import decayed
+from .factored import FactoredState, factored, scale_by_factored_rms
+from .scaling import scale_by_learning_rate
+from .validate import check_integer, check_length, check_scalar
 
 
 class ScaleByConfidenceState(NamedTuple):
@@ -52,3 +56,29 @@ def scale_by_confidence(
         return new, ScaleByConfidenceState(mu, instability)
 
     return GradientTransformation(init, update, moments.is_factored)
+
+
+def came(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.999,
+    b3: Scalar = 0.9999,
+    eps: tuple[Scalar, Scalar] = (1e-30, 1e-16),
+    *,
+    clipping_threshold: Scalar = 1.0,
+    min_dim_size_to_factor: int = 1,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+) -> GradientTransformation:
+    """Adafactor with a momentum that is trusted less where gradients disagree with it. (Luo et al. 2023, 2307.02047.)
+
+    ``eps``: added to squares of gradients, and to those of their distance from the momentum.
+    """
+    check_length("eps", eps, 2)
+    return chain(
+        scale_by_factored_rms(b2, eps[0], min_dim_size_to_factor),
+        clip_by_block_rms(clipping_threshold),
+        scale_by_confidence(b1, b3, eps[1], min_dim_size_to_factor),
+        *decayed(weight_decay, mask),
+        scale_by_learning_rate(learning_rate),
+    )

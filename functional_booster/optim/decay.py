@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, require_params, stateless
+from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, is_zero, require_params, stateless
 from .partition import masked
 from .validate import check_scalar
 
@@ -23,6 +23,12 @@ def add_decayed_weights(weight_decay: Scalar = 0.0, mask: tree.Mask | None = Non
 
     tx = stateless(decayed, elementwise)
     return tx if mask is None else masked(tx, mask)
+
+
+def decayed(weight_decay: Scalar, mask: tree.Mask | None) -> tuple[GradientTransformation, ...]:
+    """The link that decays weights, if any do."""
+    link = add_decayed_weights(weight_decay, mask)
+    return () if is_zero(weight_decay) else (link,)
 
 
 def matrices(params: Tree) -> Tree:

@@ -19,7 +19,7 @@ from .base import (
     require_params,
     zero_count,
 )
-from .validate import check_scalar
+from .validate import check_dtype, check_scalar
 
 
 class EmaState(NamedTuple):
@@ -37,6 +37,7 @@ def ema(decay: ScalarOrSchedule, accumulator_dtype: torch.dtype | None = None) -
     ``update`` raises ValueError without ``params``.
     """
     check_scalar("decay", decay, below=1.0, schedule=True)
+    check_dtype("accumulator_dtype", accumulator_dtype)
 
     def init(params: Tree) -> EmaState:
         def copied(p: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,13 +17,9 @@ from .base import (
     Tree,
     at,
     compute_dtype,
-    elementwise,
     evaluate,
-    number_of,
-    require_params,
     spread,
     stands_for,
-    stateless,
     zero_count,
 )
 from .validate import check_integer, check_scalar
@@ -174,38 +169,3 @@ def scale_by_factored_rms(
         return multiplied(moments.inverse_root(state, updates), updates, chosen), state
 
     return GradientTransformation(moments.init, update, moments.is_factored)
-
-
-def adafactor_decay(decay_rate: float) -> Callable[[Any], Any]:
-    """``1 - t^-decay_rate`` at update t = 1, 2, ...: the first moment is the first square. (Section 7.2.)"""
-    return lambda count: 1 - number_of(count) ** -decay_rate
-
-
-def clip_by_block_rms(threshold: Scalar) -> GradientTransformation:
-    """Divide each leaf's update by ``max(1, rms / threshold)``. (Section 6; optax: ``clip_by_block_rms``.)"""
-    check_scalar("threshold", threshold)
-
-    def clipped(updates: Tree, params: Tree | None) -> Tree:
-        rms = tree.map(_root_mean, leaves.norms(updates)[0], stands_for(updates))
-        return leaves.scaled(updates, tree.map(lambda size: 1 / (size / at(threshold, size)).clamp(min=1.0), rms))
-
-    return stateless(clipped, elementwise)
-
-
-def scale_by_param_block_rms(min_scale: Scalar = 1e-3) -> GradientTransformation:
-    """Multiply each leaf's update by its parameter's rms, ``min_scale`` at least. (optax: same name.)
-
-    ``update`` raises ValueError without ``params``. (Section 8.)
-    """
-    check_scalar("min_scale", min_scale)
-
-    def scaled(updates: Tree, params: Tree | None) -> Tree:
-        params = require_params(params, "scale_by_param_block_rms")
-        rms = tree.map(_root_mean, leaves.norms(params)[0], stands_for(params))
-        return leaves.scaled(updates, tree.map(lambda size: size.clamp(min=at(min_scale, size)), rms))
-
-    return stateless(scaled, elementwise)
-
-
-def _root_mean(norm: torch.Tensor, leaf: Any) -> torch.Tensor:
-    return norm / math.sqrt(max(math.prod(leaf.shape), 1))

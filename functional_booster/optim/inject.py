@@ -27,12 +27,15 @@ def inject_hyperparams(
 
     ``inject_hyperparams(adamw)(learning_rate=1e-3)``; then ``state.hyperparams["learning_rate"]`` may be replaced
     between steps. Numbers and 0-d tensors become hyperparameters, functions are schedules evaluated at each update, and
-    anything else, bools too, and the arguments named in ``static_args`` go to the factory as they are.
+    anything else, bools too, and the arguments named in ``static_args`` go to the factory as they are; so do those that
+    it annotates as ``int``, such as muon's ``ns_steps``.
     """
     signature = inspect.signature(inner_factory)
     static = {static_args} if isinstance(static_args, str) else set(static_args)
+    counts = {name for name, parameter in signature.parameters.items() if parameter.annotation in (int, "int")}
     if unknown := static - set(signature.parameters):
         raise ValueError(f"static_args: got {sorted(unknown)}, expected names among {list(signature.parameters)}")
+    static |= counts
 
     def injected(*args: Any, **kwargs: Any) -> GradientTransformation:
         bound = signature.bind(*args, **kwargs)

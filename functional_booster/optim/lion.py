@@ -1,4 +1,4 @@
-"""Lion's steps: the sign of a momentum. (Chen et al. 2023, arXiv 2302.06675.)"""
+"""Lion: the sign of a momentum. (Chen et al. 2023, arXiv 2302.06675.)"""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise
-from .validate import check_scalar
+from .base import GradientTransformation, Scalar, ScalarOrSchedule, Tree, at, compute_dtype, elementwise
+from .combine import chain
+from .decay import decayed
+from .scaling import scale_by_learning_rate
+from .validate import check_dtype, check_scalar
 
 
 class ScaleByLionState(NamedTuple):
@@ -22,6 +25,7 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: torch.dtype | N
     """``sign(b1 * mu + (1 - b1) * g)``, then ``mu = b2 * mu + (1 - b2) * g``. (optax: ``scale_by_lion``.)"""
     check_scalar("b1", b1, below=1.0)
     check_scalar("b2", b2, below=1.0)
+    check_dtype("mu_dtype", mu_dtype)
 
     def toward(g: torch.Tensor, m: torch.Tensor, decay: Scalar) -> torch.Tensor:
         dtype = compute_dtype(g, m)
@@ -36,3 +40,15 @@ def scale_by_lion(b1: Scalar = 0.9, b2: Scalar = 0.99, mu_dtype: torch.dtype | N
         return signs, ScaleByLionState(mu)
 
     return GradientTransformation(init, update, elementwise)
+
+
+def lion(
+    learning_rate: ScalarOrSchedule,
+    b1: Scalar = 0.9,
+    b2: Scalar = 0.99,
+    mu_dtype: torch.dtype | None = None,
+    weight_decay: Scalar = 1e-3,
+    mask: tree.Mask | None = None,
+) -> GradientTransformation:
+    """The sign of a momentum, and decoupled weight decay. (Chen et al. 2023, arXiv 2302.06675; optax: ``lion``.)"""
+    return chain(scale_by_lion(b1, b2, mu_dtype), *decayed(weight_decay, mask), scale_by_learning_rate(learning_rate))

@@ -43,6 +43,11 @@ def scale(step_size: Scalar) -> GradientTransformation:
     return stateless(lambda updates, params: tree.map(lambda u: times(u, step_size), updates), elementwise)
 
 
+def ascent(maximize: bool) -> tuple[GradientTransformation, ...]:
+    """The link that makes an ascent of a descent, if it is to be one."""
+    return (scale(-1.0),) if maximize else ()
+
+
 def set_to_zero() -> GradientTransformation:
     """Zero updates: what it is applied to is frozen. (optax: ``set_to_zero``.)"""
     return stateless(lambda updates, params: tree.map(torch.zeros_like, updates), elementwise)

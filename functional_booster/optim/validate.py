@@ -42,3 +42,15 @@ def check_integer(argument: str, value: Any, minimum: int = 0, maximum: float = 
     if not minimum <= value <= maximum:
         bound = f"at least {minimum}" if maximum == math.inf else f"in [{minimum}, {maximum}]"
         raise ValueError(f"{argument}: got {value}, expected an int {bound}")
+
+
+def check_length(argument: str, value: Any, length: int) -> None:
+    """Require a tuple or list of so many values; raises ValueError."""
+    if not isinstance(value, tuple | list) or len(value) != length:
+        raise ValueError(f"{argument}: got {value!r}, expected {length} numbers")
+
+
+def check_dtype(argument: str, value: Any) -> None:
+    """Require a floating-point dtype or None; raises TypeError."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{argument}: got {value!r}, expected a floating-point dtype or None")

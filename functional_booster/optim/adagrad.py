@@ -1,14 +1,28 @@
-"""Gradients over the root of their squares, summed or averaged: AdaGrad, AdaDelta and RMSProp."""
+"""AdaGrad, RMSProp and AdaDelta: gradients over the root of their squares, summed or averaged. As torch.optim's."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, at, compute_dtype, elementwise
+from .base import (
+    GradientTransformation,
+    Scalar,
+    ScalarOrSchedule,
+    Tree,
+    at,
+    compute_dtype,
+    elementwise,
+    is_zero,
+    number_of,
+)
+from .combine import chain
+from .decay import decayed
+from .scaling import ascent, scale_by_learning_rate, scale_by_schedule
+from .sgd import trace
 from .validate import check_scalar
 
 
@@ -92,6 +106,71 @@ def scale_by_adadelta(rho: Scalar = 0.9, eps: Scalar = 1e-6) -> GradientTransfor
         return tree.map(lambda x, g: x.to(g.dtype), steps, updates), ScaleByAdadeltaState(e_g, e_x)
 
     return GradientTransformation(init, update, elementwise)
+
+
+def adagrad(
+    learning_rate: ScalarOrSchedule,
+    initial_accumulator_value: float = 0.0,
+    eps: Scalar = 1e-10,
+    *,
+    lr_decay: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """AdaGrad (Duchi et al. 2011), as torch.optim.Adagrad: the rate is divided by ``1 + lr_decay * (t - 1)``."""
+    check_scalar("lr_decay", lr_decay)
+
+    def slower(count: Any) -> Any:
+        t = number_of(count)
+        return 1 / (1 + (t - 1) * (at(lr_decay, t) if isinstance(t, torch.Tensor) else lr_decay))
+
+    return chain(
+        *ascent(maximize),
+        *decayed(weight_decay, mask),
+        scale_by_rss(initial_accumulator_value, eps),
+        *(() if is_zero(lr_decay) else (scale_by_schedule(slower),)),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def adadelta(
+    learning_rate: ScalarOrSchedule = 1.0,
+    rho: Scalar = 0.9,
+    eps: Scalar = 1e-6,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    *,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """AdaDelta (Zeiler 2012), as torch.optim.Adadelta."""
+    return chain(
+        *ascent(maximize),
+        *decayed(weight_decay, mask),
+        scale_by_adadelta(rho, eps),
+        scale_by_learning_rate(learning_rate),
+    )
+
+
+def rmsprop(
+    learning_rate: ScalarOrSchedule,
+    decay: Scalar = 0.99,
+    eps: Scalar = 1e-8,
+    *,
+    centered: bool = False,
+    momentum: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """RMSProp (Tieleman and Hinton 2012), as torch.optim.RMSprop: the momentum is of steps before the learning rate."""
+    return chain(
+        *ascent(maximize),
+        *decayed(weight_decay, mask),
+        scale_by_rms(decay, eps, centered=centered),
+        *(() if is_zero(momentum) else (trace(momentum),)),
+        scale_by_learning_rate(learning_rate),
+    )
 
 
 def _zeros(params: Tree) -> Tree:

@@ -1,4 +1,4 @@
-"""Heavy-ball and Nesterov momentum."""
+"""Stochastic gradient descent, with heavy-ball or Nesterov momentum. Numbers are torch.optim's."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ import torch
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, times, zero_count
-from .validate import check_scalar
+from .base import (
+    GradientTransformation,
+    Scalar,
+    ScalarOrSchedule,
+    Tree,
+    add_scaled,
+    elementwise,
+    is_zero,
+    times,
+    zero_count,
+)
+from .combine import chain
+from .decay import decayed
+from .scaling import ascent, scale_by_learning_rate
+from .validate import check_dtype, check_scalar
 
 
 class TraceState(NamedTuple):
@@ -34,7 +47,8 @@ def trace(
     """
     check_scalar("decay", decay)
     check_scalar("dampening", dampening, minimum=-float("inf"))
-    undamped = not isinstance(dampening, torch.Tensor) and dampening == 0
+    check_dtype("accumulator_dtype", accumulator_dtype)
+    undamped = is_zero(dampening)
 
     def init(params: Tree) -> TraceState:
         return TraceState(zero_count(params), tree.map(lambda p: torch.zeros_like(p, dtype=accumulator_dtype), params))
@@ -52,3 +66,27 @@ def trace(
         return tree.map(direction, updates, momenta), TraceState(state.count + 1, momenta)
 
     return GradientTransformation(init, update, elementwise)
+
+
+def sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: Scalar = 0.0,
+    nesterov: bool = False,
+    *,
+    accumulator_dtype: torch.dtype | None = None,
+    dampening: Scalar = 0.0,
+    weight_decay: Scalar = 0.0,
+    mask: tree.Mask | None = None,
+    maximize: bool = False,
+) -> GradientTransformation:
+    """Stochastic gradient descent with momentum, as torch.optim.SGD: no state where ``momentum`` is the number 0.
+
+    Raises ValueError for ``nesterov`` without momentum or with dampening.
+    """
+    check_scalar("momentum", momentum)
+    if nesterov and (is_zero(momentum) or not (isinstance(dampening, torch.Tensor) or is_zero(dampening))):
+        raise ValueError(
+            f"nesterov: got momentum={momentum} and dampening={dampening}, expected a momentum above 0 and no dampening"
+        )
+    momenta = () if is_zero(momentum) else (trace(momentum, nesterov, accumulator_dtype, dampening=dampening),)
+    return chain(*ascent(maximize), *decayed(weight_decay, mask), *momenta, scale_by_learning_rate(learning_rate))
