@@ -58,7 +58,7 @@ def fill(
             continue
         here = shards.of_the_first(value.detach().to(to), plan.mesh).to(infos[name].dtype)
         for piece in leaves.held(leaf):
-            leaves.write(leaf, piece, here.reshape(-1)[piece.start : piece.stop])
+            leaves.write(leaf, piece, here.reshape(-1).narrow(0, piece.start, piece.stop - piece.start))
         del value, here
     if places:
         raise ValueError(f"params do not fit the model: {', '.join(sorted(places))}: never initialized")

@@ -51,7 +51,7 @@ def _traced(name: str) -> GraphModule:
         for part in ("storage", "opt_state")
     }
     state = replace(stacked, plan=plan, **mine)
-    step = virtual.train_step(MODEL.loss, TX, max_norm=1.0, jit=False, donate=False)
+    step = replace(virtual.train_step(MODEL.loss, TX, max_norm=1.0, jit=False, donate=False), plan=plan)
     leaves, structure = fb.tree.flatten((state, BATCH))
     with environment.bind(outline=True):
         return graphs.trace(lambda *given: fb.tree.leaves(step(*fb.tree.unflatten(structure, given))), leaves)

@@ -8,6 +8,7 @@ between pieces and ranges of the leaves' elements.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -128,7 +129,8 @@ def copies(leaf: Leaf, piece: Piece) -> Iterator[torch.Tensor]:
     at = dict(zip(leaf.axes, piece.place, strict=True)) if leaf.offset is not None else {}
     dims = [[at[axis]] if axis in at else range(mesh.extent(axis)) for axis in mesh.names] if leaf.stacked else []
     for place in itertools.product(*dims):
-        yield buffer[place] if leaf.offset is None else buffer[place][piece.at : piece.at + piece.stop - piece.start]
+        own = functools.reduce(lambda stacked, index: stacked.select(0, index), place, buffer)
+        yield own if leaf.offset is None else own.narrow(0, piece.at, piece.stop - piece.start)
 
 
 def read(leaf: Leaf, piece: Piece) -> torch.Tensor:
