@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, initial, optim, step, watchdog
-from functional_booster.kernels import flat, graph, random, transforms, tree
-from functional_booster.precision import ConstantScaling, MixedPrecision, Policy, cast, patterns, resumed
+from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, initial, optim, step
+from functional_booster.kernels import flat, random, tree
+from functional_booster.precision import MixedPrecision, Policy, resumed
 from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
-from functional_booster.sharding.mesh import Replicated, own, spmd
+from functional_booster.sharding.mesh import Replicated, spmd
 
 from .eval_step import build as build_eval_step
 from .hf_reading import Report
@@ -25,7 +25,7 @@ from .loss_call import LossFn
 from .models.model import Model
 from .plugins import Plan, Plugin, max_norm_under, plan, precision_under
 from .plugins.dataloaders import check_tail
-from .state import Abstract, TrainState, assemble, check_params, disassemble
+from .state import TrainState, assemble, check_params
 from .train_step import TrainStep, build, guarded, off_the_tape
 
 Tree = tree.Tree
@@ -78,12 +78,13 @@ class Booster:
         else:
             check_params(params, model.abstract)
             values = iter(tree.named_leaves(params).items())
-        return self._state(model, optim.as_transformation(tx), values, stream)
+        return initial.state(model, optim.as_transformation(tx), values, stream, self.precision, self.plan, self.device)
 
     def abstract(self, model: Model, tx: Any) -> TrainState:
         """The TrainState that ``init`` would make, with ArrayInfo leaves: nothing is computed, no memory is used."""
         with FakeTensorMode(allow_non_fake_inputs=True):
-            state = self._state(model, optim.as_transformation(tx), None, torch.empty(2, dtype=torch.int32))
+            key = torch.empty(2, dtype=torch.int32)
+            state = initial.state(model, optim.as_transformation(tx), None, key, self.precision, self.plan, self.device)
         return tree.map(ArrayInfo.of, state)
 
     def train_step(
@@ -138,7 +139,7 @@ class Booster:
         """``like`` with these parameters, laid out as its own: the inverse of ``full_params``. Raises as ``init``."""
         check_params(params, like.abstract.tree)
         placed = tree.map(lambda leaf, info: leaf.to(self.device, info.dtype), params, like.abstract.tree)
-        storage, frozen = _laid_out(placed, like.layouts, like.plan)
+        storage, frozen = initial.laid_out(placed, like.layouts, like.plan)
         return like.replace(storage=storage, frozen=frozen)
 
     def boost(
@@ -344,91 +345,6 @@ class Booster:
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
         """Load what ``save_lr_scheduler`` wrote. Raises ValueError for another scheduler's state."""
         booster_io.load_lr_scheduler(lr_scheduler, checkpoint)
-
-    @torch.inference_mode(mode=False)  # its tensors must be trainable wherever it is made
-    def _state(
-        self,
-        model: Model,
-        tx: optim.GradientTransformation,
-        values: Iterator[tuple[str, Any]] | None,
-        key: torch.Tensor,
-    ) -> TrainState:
-        """A state with these values, of all leaves by name; None: with zeros."""
-        device, mesh = self.device, self.plan.mesh
-        typed = tree.map(lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"), model.abstract)
-        kept = _kept(self.precision, model, typed)
-        if self.precision.fp8 is not None:
-            self.precision.fp8.mark(typed)  # raises for a pattern that matches nothing
-        stored = tree.map_with_name(lambda n, leaf: leaf if n in kept else cast(leaf, self.policy.param), typed)
-        described = tree.map(
-            lambda leaf, info: ArrayInfo(
-                info.shape, leaf.dtype, info.spec, None, info.trainable and transforms.is_differentiable(leaf)
-            ),
-            stored,
-            model.abstract,
-        )
-        trained, frozen = tree.partition(described, tree.map(lambda info: info.trainable, described))
-        layout = _layout(self.plan, trained, optim.leaf_labels(tx, trained), kept)
-        alike = [()] * len(tree.leaves(frozen))  # no optimizer tells frozen leaves apart
-        layouts = layout, _layout(self.plan, frozen, alike, kept) if alike else None
-        buffers = tree.map(lambda leaf: leaf.to(device), model.buffers())
-        if values is not None and graph.transforms():  # which see no writes in place
-            given, infos = dict(values), tree.named_leaves(model.abstract)
-            placed = tree.map_with_name(
-                lambda n, info: given[n].detach().to(device, infos[n].dtype).to(info.dtype), described
-            )
-            storage, still = _laid_out(placed, layouts, self.plan)
-        else:
-            storage = initial.zeros(layout, self.plan, device)
-            still = None if layouts[1] is None else initial.zeros(layouts[1], self.plan, device)
-            if values is not None:
-                with watchdog.guard("init") if mesh.across else contextlib.nullcontext():
-                    # Processes may have built the module, or drawn the key, each for itself.
-                    buffers, key = shards.of_the_first((buffers, key.to(device)), mesh)
-                    initial.fill((storage, still), values, tree.named_leaves(model.abstract), self.plan, device)
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        return TrainState(
-            step=zero,
-            position=zero.clone(),
-            storage=storage,
-            frozen=still,
-            opt_state=initial.optimizer_state(tx, storage, self.plan),
-            buffers=tree.map(lambda leaf: leaf.detach().to(device, copy=True), buffers),
-            key=key.to(device, copy=True),
-            loss_scale=(self.precision.scaling or ConstantScaling()).init(device),
-            abstract=Abstract.of(described),
-            plan=self.plan,
-            precision=self.precision,
-        )
-
-
-def _kept(precision: MixedPrecision, model: Model, params: Tree) -> frozenset[str]:
-    """The names of the leaves that keep their own dtype. Raises ValueError for a pattern that matches none."""
-    names = tree.names(params)
-    patterns.require_matches("keep", precision.keep, names)
-    kept = {name for name in names if patterns.matches(name, precision.keep)}
-    return frozenset(kept | model.batch_norms if precision.keep_batch_norm else kept)
-
-
-def _layout(plan: Plan, abstract: Tree, labels: Sequence[Any], kept: frozenset[str]) -> flat.Layout:
-    """The plugin's layout, in which what keeps its dtype shares no bucket with what does not."""
-    pairs = zip(tree.names(abstract), labels, strict=True)
-    apart = [label if label is None or name not in kept else ("kept", label) for name, label in pairs]
-    layout = plan.plugin.layout(abstract, tree.unflatten(tree.structure(abstract), apart), plan.mesh)
-    return replace(layout, kept=tuple(name for name, slots in layout.buckets.items() if slots[0].name in kept))
-
-
-def _laid_out(
-    params: Tree, layouts: tuple[flat.Layout, flat.Layout | None], plan: Plan
-) -> tuple[flat.Flat, flat.Flat | None]:
-    """The storage of these parameters, trained and frozen, in fresh memory. No communication."""
-
-    def local(whole: Tree) -> tuple[flat.Flat | None, ...]:
-        return tuple(None if flats is None else shards.part(flats) for flats in disassemble(whole, *layouts))
-
-    with off_the_tape():
-        storage, frozen = own(spmd(local, plan.mesh)(Replicated(params)))
-        return shards.at_home(storage, pin=True), None if frozen is None else shards.at_home(frozen, pin=True)
 
 
 def _device(device: str | torch.device | None) -> torch.device:
