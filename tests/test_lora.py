@@ -16,6 +16,7 @@ from torch import nn
 import functional_booster as fb
 from functional_booster import lora
 from functional_booster.kernels import tree
+from functional_booster.precision import fp8
 from functional_booster.sharding import region
 from functional_booster.testing.laws import traced
 
@@ -353,3 +354,23 @@ def test_quantized_bases_multiply_as_their_dense_weights(family: str, own: bool)
     assert sum(isinstance(leaf, lora.Nf4Weight) for leaf in leaves) == len(model.quantized) >= 8
     expected = logits(model.base.apply(lora.merge(model, params), tokens(2)))
     torch.testing.assert_close(logits(model.apply(params, tokens(2))), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_hugging_face_form_asks_for_merged_weights(tmp_path: Any) -> None:
+    base = fb.models.llama(
+        vocab_size=16, hidden_size=8, intermediate_size=12, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = lora.adapt(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    booster, tx = fb.Booster("cpu"), fb.optim.sgd(0.1)
+    state = booster.init(model, tx, key=fb.random.key(0))
+    with pytest.raises(ValueError, match=r"model: it has adapters: save them by lora\.save, or .* after lora\.merge"):
+        booster.save_pretrained(tmp_path / "hf", state, model)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_adapters_are_left_out_of_fp8_by_their_names() -> None:
+    """A PeftModel's, too, which an imperative loop has."""
+    weights = {"q_proj": {"base_layer": torch.ones(4, 4), "lora_A": {"default": torch.ones(2, 4)}}}
+    marked = fp8.mark(weights)["q_proj"]
+    assert fp8.is_weight(marked["base_layer"])
+    assert not fp8.is_weight(marked["lora_A"]["default"])
