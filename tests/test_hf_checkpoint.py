@@ -445,7 +445,7 @@ def test_two_saves_to_one_directory_are_refused(tmp_path: Path) -> None:
     state, model, file = saved(tmp_path)
     with locking.exclusive(file.parent, wait=False) as held:
         assert held
-        with pytest.raises(OSError, match="another process is writing there"):
+        with pytest.raises(FileExistsError, match="another process is writing there"):
             hf_checkpoint.save(file.parent, state, model)
 
 
