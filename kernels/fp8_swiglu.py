@@ -2,8 +2,7 @@
 
 (Shazeer 2020, "GLU Variants Improve Transformer".) The numbers are those of ``fp8.linear`` with one scale a tensor,
 twice, and of ``silu(gate) * up`` computed in float32 and rounded once, to x's dtype. On a GPU that product, and in the
-backward its pullback, are never written but in fp8: as it is and transposed, for the products that follow. It is called
-by name: no model takes it by itself.
+backward its pullback, are never written but in fp8: as it is and transposed, for the products that follow.
 """
 
 from __future__ import annotations

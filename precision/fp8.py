@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as torch_pytree
 
-from functional_booster.kernels import fp8, tree
+from functional_booster.kernels import fp8, fp8_swiglu, tree
 
 from . import patterns
 
@@ -93,6 +93,16 @@ def mark(params: Tree, exclude: Collection[str] = EXCLUDED, scaling: fp8.Scaling
         return Fp8Weight(leaf, scaling) if is_matrix and not patterns.matches(name, given) else leaf
 
     return tree.map_with_name(marked, params, is_leaf=is_weight)
+
+
+def fuses(*weights: Any) -> bool:
+    """Whether these are weights of one ``swiglu_mlp``: all multiplied in fp8, with one scale a tensor."""
+    return all(is_weight(weight) and weight.scaling == "tensor" for weight in weights)
+
+
+def swiglu_mlp(x: torch.Tensor, gate: Fp8Weight, up: Fp8Weight, down: Fp8Weight) -> torch.Tensor:
+    """down(silu(gate(x)) * up(x)), (..., D) -> (..., E), with what lies between quantised where it is made."""
+    return fp8_swiglu.mlp(x, torch.cat([gate.value, up.value]), down.value)
 
 
 def plain(value: Any) -> Any:

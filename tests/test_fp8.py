@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 import functional_booster as fb
 from functional_booster.kernels import fp8, fp8_cast, tree
+from functional_booster.models import layers
 from functional_booster.precision.fp8 import EXCLUDED, Fp8Weight, mark, plain
 from functional_booster.sharding import region
 
@@ -631,6 +632,35 @@ def test_own_models_with_marked_parameters(name: str, scaling: Any) -> None:
         torch.testing.assert_close(list(low.module(*tree.leaves(params))), tree.leaves(grads), rtol=1e-4, atol=1e-4)
     ensemble = tree.map(lambda leaf: torch.stack([leaf, leaf / 2]), params)
     torch.testing.assert_close(fb.vmap(fn)(ensemble)[0], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("other", [None, "activation", "bias", "row", "plain"])
+def test_a_gated_mlp_is_fused_where_all_of_it_is_fp8_with_one_scale_a_tensor(other: str | None) -> None:
+    sizes = {"gate_proj": (48, 16), "up_proj": (48, 16), "down_proj": (16, 48)}
+    plain: Any = {name: {"weight": drawn(*shape, seed=place)} for place, (name, shape) in enumerate(sizes.items())}
+    if other == "bias":
+        plain["down_proj"]["bias"] = drawn(16, seed=4)
+    x, activation = drawn(2, 5, 16, seed=3), "gelu" if other == "activation" else "silu"
+    exclude = ("up_proj",) if other == "plain" else ()
+
+    def marked(params: Any) -> Any:
+        return mark(params, exclude=exclude, scaling="row" if other == "row" else "tensor")
+
+    def mlp(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return layers.gated_mlp(marked(params), x, activation)
+
+    def parts(params: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = layers.together([marked(params)["gate_proj"], marked(params)["up_proj"]], x)
+        return layers.linear(marked(params)["down_proj"], layers.ACTIVATIONS[activation](gate) * up)
+
+    graph = fb.jit(mlp).lower(plain, x).graph
+    assert ("fp8_cast_swiglu" in str(graph)) is (other is None)
+    out, pull = fb.vjp(mlp, plain, x)
+    expected, theirs = fb.vjp(parts, plain, x)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    cotangent = drawn(2, 5, 16, seed=5)
+    for mine, other_grad in zip(tree.leaves(pull(cotangent)), tree.leaves(theirs(cotangent)), strict=True):
+        assert F.cosine_similarity(mine.flatten(), other_grad.flatten(), 0) > 0.9999
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from functional_booster.kernels import attention as kernel
 from functional_booster.kernels import random
+from functional_booster.precision import fp8
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import leave
 from functional_booster.sharding.environment import current
@@ -98,7 +99,11 @@ def together(layers: Sequence[Params], x: torch.Tensor) -> tuple[torch.Tensor, .
 
 def gated_mlp(params: Params, x: torch.Tensor, activation: str) -> torch.Tensor:
     """down(activation(gate(x)) * up(x)): (B, T, D) -> (B, T, D), invariant over "tp". (Shazeer 2020.)"""
-    gate, up = together((params["gate_proj"], params["up_proj"]), x)
+    layers = [params[name] for name in ("gate_proj", "up_proj", "down_proj")]
+    weights = [layer["weight"] for layer in layers]
+    if activation in ("silu", "swish") and fp8.fuses(*weights) and not any("bias" in layer for layer in layers):
+        return leave(fp8.swiglu_mlp(x, *weights), "tp")
+    gate, up = together(layers[:2], x)
     return linear_and_leave(params["down_proj"], ACTIVATIONS[activation](gate) * up)
 
 
