@@ -112,11 +112,11 @@ def _save(
 ) -> None:
     """Write this rank's files, of the tensors as they come, and publish all. Ranks meet in contexts ``together()``;
     what goes on between them while ``tensors`` come is in one of ``guarded()``."""
-    target, made, held = job.target, False, False
+    target, held = job.target, False
     with contextlib.ExitStack() as stack:
         with together():
             if job.first:
-                made, held = publishing.prepared(target, stack)
+                held = publishing.prepared(target, stack)
         try:
             with guarded():
                 failure = _write_files(job, tensors)
@@ -129,7 +129,7 @@ def _save(
                     publishing.clean(target, list(job.fresh), None if held else job.token)
         except BaseException as error:
             if job.first:
-                publishing.forget(target, job.token, made)
+                publishing.forget(target, job.token)
             if isinstance(error, OSError) and not isinstance(error, FileExistsError):
                 told = f"{target.place} could not be written ({error}); what was there before is whole"
                 raise OSError(told) from error

@@ -51,13 +51,17 @@ class Target:
         return [f"{self.stem}-{place:05d}-of-{number:05d}{self.suffix}" for place in range(1, number + 1)]
 
 
-def prepared(target: Target, stack: contextlib.ExitStack) -> tuple[bool, bool]:
-    """Make the folder, and hold it against other processes: (whether it was made, whether it could be held)."""
+def prepared(target: Target, stack: contextlib.ExitStack) -> bool:
+    """Make the folder, and hold what is written against other processes until the end; whether it could be held.
+
+    Raises FileExistsError where another one is writing it, or the folder is a file.
+    """
     place = target.place
     if place.is_file():
         raise FileExistsError(f"{place} is a file, expected a directory for the weights")
-    made = place.make()
-    return made, stack.enter_context(place.exclusive(wait=target.limit is None))
+    if place.make():
+        stack.callback(place.discard)  # where nothing is in it
+    return stack.enter_context(place.exclusive_file(target.single) if target.limit is None else place.exclusive())
 
 
 def publish(target: Target, fresh: Mapping[str, str], index: dict[str, Any] | None) -> None:
@@ -100,8 +104,8 @@ def clean(target: Target, names: Sequence[str], token: str | None) -> None:
     target.place.remove([name for name in target.place.names() if goes(name)])
 
 
-def forget(target: Target, token: str, made: bool) -> None:
-    """Remove the fresh files, unless an index names them already; and the folder, if it was made for them."""
+def forget(target: Target, token: str) -> None:
+    """Remove the fresh files, unless an index names them already."""
     place = target.place
     with contextlib.suppress(OSError):
         names, named = place.names(), b""
@@ -109,5 +113,3 @@ def forget(target: Target, token: str, made: bool) -> None:
             with place.open(target.index) as stream:
                 named = stream.read()
         place.remove([name for name in names if name.startswith(f".{token}.") and name.encode() not in named])
-        if made:
-            place.discard()

@@ -23,7 +23,7 @@ from processes import RankError, run_on_ranks
 
 import functional_booster as fb
 from functional_booster import checkpoint, hooks, testing
-from functional_booster.checkpoint import Retention, background, saving
+from functional_booster.checkpoint import Retention, background, data_files, saving
 from functional_booster.donation import DonatedError
 from functional_booster.rank_failure import RankFailure
 
@@ -97,6 +97,24 @@ def test_the_state_may_be_donated_at_once(gate: threading.Event, tmp_path: Path)
     assert equal(checkpoint.read_tensors(tmp_path / "one"), before)
     with pytest.raises(DonatedError):
         checkpoint.save_async(tmp_path / "one", old)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_the_writing_gives_way_to_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    def noting(chunk: Any) -> int:
+        seen.add(nice())
+        return crc32(chunk)
+
+    before, seen, crc32 = nice(), set[int](), data_files.crc32
+    monkeypatch.setattr(data_files, "crc32", noting)
+    checkpoint.save(tmp_path / "now", fresh())
+    assert seen == {before}
+    seen.clear()
+    checkpoint.save_async(tmp_path / "later", fresh()).result()
+    assert seen == {max(before, 10)} and nice() == before
 
 
 def test_one_save_at_a_time_in_the_same_memory(gate: threading.Event, tmp_path: Path) -> None:

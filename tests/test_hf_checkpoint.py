@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import re
@@ -491,6 +493,62 @@ def train(handles: tuple[Any, Any, Any], steps: int, seed: int) -> None:
         handle.step()
         handle.zero_grad()
         schedule.step()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_two_saves_to_one_file_are_refused(before: bool, tmp_path: Path) -> None:
+    """Saves to another file of the folder are not, nor one after a job that was killed."""
+    model, _, _ = boosted("one device", 0)
+    one, other, mark = (tmp_path / name for name in ("a.safetensors", "b.safetensors", ".a.safetensors.saving"))
+    if before:
+        booster_io.save_model(model, one)
+    names = {file.name for file in tmp_path.iterdir()}
+    with locking.shared(tmp_path), locking.marked(mark) as held:  # as another job does
+        assert held
+        saves: list[Callable[..., Any]] = [
+            booster_io.save_model,
+            lambda *given: booster_io.save_model(*given, use_async=True).result(),  # type: ignore[union-attr]
+        ]
+        for save in saves:
+            with pytest.raises(FileExistsError, match=r"a\.safetensors: another process is writing it; nothing was"):
+                save(model, one)
+        booster_io.save_model(model, other)
+        with pytest.raises(FileExistsError, match="another process is writing there"):
+            booster_io.save_model(model, tmp_path, shard=True)
+        assert {file.name for file in tmp_path.iterdir()} == {*names, mark.name, other.name}
+    mark.touch()
+    booster_io.save_model(model, one)
+    assert {file.name for file in tmp_path.iterdir()} == {one.name, other.name}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_save_to_one_file_that_dies_anywhere(before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old one is whole, or the new one is, and whatever else is there stays; the next save cleans up."""
+    (old, _, _), (new, _, _), (reader, _, _) = (boosted("one device", seed) for seed in range(3))
+    values, seen = {True: new.state_dict(), False: old.state_dict()}, set()
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "other.safetensors").write_bytes(b"another's")
+        if before:
+            booster_io.save_model(old, folder / "it.safetensors")
+        ended = False
+        with monkeypatch.context() as patch, contextlib.suppress(Died):
+            dying(patch, number)
+            booster_io.save_model(new, folder / "it.safetensors")
+            ended = True
+        if (folder / "it.safetensors").exists():
+            booster_io.load_model(reader, folder / "it.safetensors")
+            found = reader.state_dict()
+            seen.add(is_new := torch.equal(found["last.weight"], values[True]["last.weight"]))
+            assert_equal(found, values[is_new])
+        else:
+            assert not before and not ended
+        booster_io.save_model(new, folder / "it.safetensors")
+        assert {file.name for file in folder.iterdir()} == {"it.safetensors", "other.safetensors"}
+        if ended:
+            break
+    assert seen == ({False, True} if before else {True}) and number > 3
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -10,6 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable
 
+_NICE = 10  # a tenth of the weight of other threads, where cores are scarce; it is whole where one is free
 _last: Saving | None = (
     None  # of this process: an error must be told by the next save, or at exit, whoever has dropped it
 )
@@ -45,6 +47,7 @@ class Saving:
             raise self._error
 
     def _run(self, write: Callable[[], None]) -> None:
+        _give_way()
         try:
             write()
         except BaseException as error:
@@ -94,6 +97,13 @@ def _report() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # there is no other way by now
+
+
+def _give_way() -> None:
+    """Let the other threads of this process go before this one, and those that it starts."""
+    if sys.platform == "linux":  # elsewhere only whole processes have a priority
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
 
 
 def _forget() -> None:

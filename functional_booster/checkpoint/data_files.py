@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -34,21 +34,48 @@ def write(place: Folder, name: str, taken: Snapshot) -> dict[str, Any]:
     before, starts = head(tensors)
     described: dict[str, list[dict[str, Any]]] = {}
     size = len(before)
-    with ThreadPoolExecutor(1) as beside, place.create(name) as stream:  # beside the writing, checksums cost no time
+    # Beside the writing, checksums and what comes from a GPU cost no time.
+    with ThreadPoolExecutor(2) as beside, place.create(name) as stream:
         stream.write(before)
+        staged = Staging(beside)
         for piece, start in zip(pieces, starts.values(), strict=True):
-            sums: list[Callable[[], int]] = []
-            for chunk in chunks(piece.values):
-                sums.append(beside.submit(crc32, chunk).result if len(chunk) > _SMALL else partial(crc32, chunk))
+            sums = []
+            for chunk in staged.chunks(piece.values):
+                wanted = beside.submit(crc32, chunk).result if len(chunk) > _SMALL else partial(crc32, chunk)
                 stream.write(chunk)
+                sums.append(wanted())
             size = start + piece.values.nbytes
             span = [piece.start, piece.start + len(piece.values)]
-            found = {"offset": start, "range": span, "crc32": [each() for each in sums]}
+            found = {"offset": start, "range": span, "crc32": sums}
             described.setdefault(piece.leaf, []).append(found)
     return {"file": {"name": name, "size": size}, "pieces": described}
 
 
-def chunks(values: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor (N,) in the host's memory, a chunk at a time."""
-    data = as_bytes(values)
-    return (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
+class Staging:
+    """The bytes of tensors, a chunk at a time; those of a GPU through pinned memory, the next one while one is used."""
+
+    def __init__(self, beside: Executor) -> None:
+        self._beside = beside
+        self._halves: list[torch.Tensor] = []
+
+    def chunks(self, values: torch.Tensor) -> Iterator[memoryview]:
+        """The chunks of a tensor (N,), each of which is to be used before the next one is asked for."""
+        if values.device.type == "cpu":
+            data = as_bytes(values)
+            return (data[at : at + CHUNK] for at in range(0, len(data), CHUNK))
+        return self._brought(values)
+
+    def _brought(self, values: torch.Tensor) -> Iterator[memoryview]:
+        if not self._halves:
+            with torch.inference_mode(mode=False):  # another thread writes to them
+                self._halves = [torch.empty(CHUNK, dtype=torch.uint8, pin_memory=values.is_cuda) for _ in range(2)]
+        if values.is_cuda:
+            torch.cuda.current_stream(values.device).synchronize()  # that thread has a stream of its own
+        parts = values.view(torch.uint8).split(CHUNK)
+        halves = [self._halves[number % 2][: len(part)] for number, part in enumerate(parts)]
+        coming = self._beside.submit(halves[0].copy_, parts[0])
+        for number in range(len(parts)):
+            ready = coming.result()
+            if number + 1 < len(parts):
+                coming = self._beside.submit(halves[number + 1].copy_, parts[number + 1])
+            yield as_bytes(ready)

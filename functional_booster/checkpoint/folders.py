@@ -94,6 +94,20 @@ class Local:
                 raise FileExistsError(f"{self}: another process is writing there; nothing was changed") from error
             yield alone
 
+    @contextlib.contextmanager
+    def exclusive_file(self, name: str) -> Generator[bool]:
+        """Hold one file of the folder against other savers of it, and the folder against savers of the whole.
+
+        Waits for those, and for this process's others; other processes may save other files of the folder. Yields and
+        raises as ``exclusive``.
+        """
+        with locking.in_turn(self.path), locking.shared(self.path), contextlib.ExitStack() as held:
+            try:
+                alone = held.enter_context(locking.marked(self.path / f".{name}.saving"))
+            except BlockingIOError as error:
+                raise FileExistsError(f"{self}/{name}: another process is writing it; nothing was changed") from error
+            yield alone
+
     def open(self, name: str) -> BinaryIO:
         """A file to read from."""
         return open(self.path / name, "rb", buffering=0)
@@ -195,6 +209,10 @@ class Remote:
     def exclusive(self, wait: bool = False) -> contextlib.AbstractContextManager[bool]:
         """Yields False: who else is at work here is not known."""
         return contextlib.nullcontext(False)
+
+    def exclusive_file(self, name: str) -> contextlib.AbstractContextManager[bool]:
+        """Yields False, as ``exclusive``."""
+        return self.exclusive()
 
     def open(self, name: str) -> BinaryIO:
         """A file to read from."""

@@ -134,6 +134,8 @@ def _filled(source: Reader, like: TrainState, fresh: Mapping[str, torch.Tensor],
     for leaf in leaves.padding(state):
         for copy in (copy for piece in leaves.held(leaf) for copy in leaves.copies(leaf, piece)):
             copy.zero_()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the threads that read have streams of their own
     source.fill_all(wanted)
     if source.lossy:
         raise _unfit(source, [f"{name}: {conversions.beyond(dtype)}" for name, dtype in source.lossy.items()])

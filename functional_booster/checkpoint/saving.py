@@ -31,12 +31,13 @@ def save(path: str | os.PathLike[str], state: TrainState, *, metrics: Mapping[st
     """Write ``state`` to the directory (or fsspec URL) ``path``, in place of the checkpoint that may be there.
 
     A state that is laid out over processes is saved by all of them, each of which writes its share; what the layout has
-    every one of several ranks hold is taken from any of them. All return once everything is on the disk. Threads that
-    save to one path take turns; the last one's state stays. ``metrics`` are kept beside, for people and ``Retention``.
-    Raises TypeError for no state, DonatedError for one that was donated, FileExistsError where ``path`` holds something
-    else or where another job is saving to it (which is known where files have locks: at no URL), OSError (with the
-    path) where it cannot be written; the old checkpoint is whole in each case. Where a process fails, the others raise
-    RankFailure. An earlier save's error that nobody has heard is raised first.
+    every one of several ranks hold is taken from any of them. All return once everything is on the disk. What is on a
+    GPU passes through the host's memory a chunk at a time. Threads that save to one path take turns; the last one's
+    state stays. ``metrics`` are kept beside, for people and ``Retention``. Raises TypeError for no state, DonatedError
+    for one that was donated, FileExistsError where ``path`` holds something else or where another job is saving to it
+    (which is known where files have locks: at no URL), OSError (with the path) where it cannot be written; the old
+    checkpoint is whole in each case. Where a process fails, the others raise RankFailure. An earlier save's error that
+    nobody has heard is raised first.
     """
     together = _together(state)
     with together():
@@ -50,9 +51,10 @@ def save_async(
 ) -> Saving:
     """``save``, which returns once the state is copied to the host's memory, and writes it in the background.
 
-    The state may be donated right away. The memory is kept for the next save, pinned where the state is on a GPU. A
-    save waits for the one before it. What goes wrong in the background is raised by ``result()`` of what this returns,
-    or else by the next save or load, whatever its path, or is printed at exit, which waits for the writing.
+    The state may be donated right away. The memory is kept for the next save, pinned where the state is on a GPU. Where
+    cores are scarce the writing gives way to the training (on Linux). A save waits for the one before it. What goes
+    wrong in the background is raised by ``result()`` of what this returns, or else by the next save or load, whatever
+    its path, or is printed at exit, which waits for the writing.
     """
     together = _together(state)
     with together():
@@ -127,7 +129,7 @@ def _claimed(place: Folder, ranks: int) -> Generator[str]:
             with contextlib.suppress(OSError, ValueError):
                 _clean(place, lambda name: f"-{token}-" in name or name == CLAIM)
             raise
-        with contextlib.suppress(OSError):  # it is published: what stays now goes with the next save
+        with contextlib.suppress(OSError, ValueError):  # it is published: what stays now goes with the next save
             # Without a lock, other leftovers may be the files of another saver at work.
             _clean(place, lambda name: alone or f"-{token}-" in name or name in replaced or name == CLAIM)
 

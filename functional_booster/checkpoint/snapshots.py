@@ -1,4 +1,4 @@
-"""The first half of a save: this process's share of a state, in the host's memory."""
+"""The first half of a save: this process's share of a state, as it lies, or copied to the host's memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .tensor_files import check_dtype
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a flattened leaf from ``start`` on: ``values`` (N,), in the host's memory."""
+    """Elements of a flattened leaf from ``start`` on: ``values`` (N,), contiguous."""
 
     leaf: str
     start: int
@@ -43,16 +43,16 @@ class Snapshot:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Contiguous values in the host's memory: themselves, where they are."""
-    return values.cpu().contiguous().resolve_conj().resolve_neg()
+def plain(values: torch.Tensor) -> torch.Tensor:
+    """Values as their memory holds them, contiguous: themselves, where they are so."""
+    return values.contiguous().resolve_conj().resolve_neg()
 
 
-def snapshot(state: TrainState, to_host: Callable[[torch.Tensor], torch.Tensor] = to_host) -> Snapshot:
+def snapshot(state: TrainState, take: Callable[[torch.Tensor], torch.Tensor] = plain) -> Snapshot:
     """This process's share of the state; together the processes hold everything once. No communication.
 
-    ``to_host`` brings a piece (N,) to the host's memory, contiguous. By default what is there already is not copied:
-    the state must not change until it is written. Raises DonatedError for a state that was donated to a step, TypeError
+    ``take`` makes of a piece (N,) what is kept of it, contiguous. By default what is so already is not copied: the
+    state must not change until it is written. Raises DonatedError for a state that was donated to a step, TypeError
     for a dtype that safetensors does not have.
     """
     tensors = tree.leaves(state)
@@ -61,7 +61,7 @@ def snapshot(state: TrainState, to_host: Callable[[torch.Tensor], torch.Tensor] 
     for name, leaf in found.items():
         check_dtype(name, leaf.dtype)
     pieces = [
-        Piece(name, piece.start, to_host(leaves.read(found[name], piece)))
+        Piece(name, piece.start, take(leaves.read(found[name], piece)))
         for name, piece in leaves.to_write(found, mesh, CHUNK)
     ]
     return Snapshot(
