@@ -1,4 +1,4 @@
-"""Attention: softmax(Q K^T * scale + mask) V, by torch's fused kernels where they have a rule, written out elsewhere.
+"""Attention: softmax(Q K^T * scale + mask) V, by fused kernels where they have a rule, written out elsewhere.
 
 (Vaswani et al. 2017, section 3.2.1.) Query heads share key-value heads in groups (Ainslie et al. 2023).
 """
@@ -7,11 +7,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn.functional as F
 
 from . import graph
+from .flash_attention import flash_attention
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout: Callable[[torch.Tensor], torch.Tensor] | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: None = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    dropout: None = ...,
+    *,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention(
@@ -22,8 +54,23 @@ def attention(
     is_causal: bool = False,
     scale: float | None = None,
     dropout: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """``explicit``, by a fused kernel where there is one for what is asked: the same up to rounding."""
+    *,
+    return_lse: bool = False,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``explicit``, by a fused kernel where there is one for what is asked: the same up to rounding.
+
+    Without ``options`` and ``return_lse`` the library's kernels serve, and a ``dropout`` has the weights written out.
+    With them, ``flash_attention`` does, which has them all (window, documents, bias, dropout_rate, dropout_key,
+    offset) in memory linear in tokens; it takes neither ``attn_mask`` nor ``dropout``: ValueError.
+    """
+    if return_lse or options:
+        for name, given in (("attn_mask", attn_mask), ("dropout", dropout)):
+            if given is not None:
+                asked = sorted(options) + ["return_lse"] * return_lse
+                raise ValueError(f"{name}: not together with {', '.join(asked)}; see bias, documents, dropout_key")
+        out, lse = flash_attention(query, key, value, is_causal=is_causal, scale=scale, **options)
+        return (out, lse) if return_lse else out
     if dropout is not None or lacks_fused(query):
         return explicit(query, key, value, attn_mask, is_causal, scale, dropout=dropout)
     grouped = key.shape[-3] != query.shape[-3]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,14 +22,36 @@ ALIGNMENT = 64  # elements: every leaf starts on a cache line, and 16-byte vecto
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a mesh axis cuts a leaf: each of its ``ranks`` computes with ``part`` of dim ``dim``, padded with zeros."""
+
+    dim: int
+    axis: str
+    ranks: int
+    part: int
+
+    def shape_of(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a rank's part of a leaf of ``shape``."""
+        return (*shape[: self.dim], self.part, *shape[self.dim + 1 :])
+
+    def length(self, shape: tuple[int, ...], rank: int) -> int:
+        """How much of a rank's part is no padding."""
+        return max(0, min(self.part, shape[self.dim] - rank * self.part))
+
+
+@dataclass(frozen=True)
 class Slot:
-    """Where one leaf lies: in ``bucket`` at ``offset`` (elements), or as it is, alone in the bucket (offset None)."""
+    """Where one leaf lies: in ``bucket`` at ``offset`` (elements), or as it is, alone in the bucket (offset None).
+
+    ``cut``: how a mesh axis cuts the leaf where it is used, and in the bucket too if that axis splits the bucket.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     bucket: str
     offset: int | None
+    cut: Cut | None = None
 
     @property
     def size(self) -> int:
@@ -47,6 +69,9 @@ class Layout:
     names the buckets that live in the host's memory between steps, wherever the others do; it is ``provisional`` where
     a step is still to show how many there must be. ``kept`` names those that are computed with in the dtype that they
     are stored in, whatever the policy.
+
+    A bucket of cut leaves, the axis of whose cuts is the first that splits it, holds what one rank along that axis has
+    of each leaf, then what the next has, and so on; offsets count within one rank's. ``local`` is the layout of those.
     """
 
     structure: tree.Structure
@@ -71,17 +96,47 @@ class Layout:
         return {**dict.fromkeys(self.buckets, ()), **dict(self.split)}
 
     @cached_property
+    def cuts(self) -> dict[str, Cut]:
+        """For each bucket of cut leaves, the cut of one of them: they have axis and ranks in common."""
+        firsts = ((bucket, slots[0].cut) for bucket, slots in self.buckets.items())
+        return {bucket: cut for bucket, cut in firsts if cut is not None and cut.axis in self.axes[bucket]}
+
+    @cached_property
+    def local(self) -> Layout:
+        """The layout of what one rank along the axes of cuts has, in which its parts of leaves are the leaves."""
+        if not self.cuts:
+            return self
+        slots = tuple(
+            replace(slot, shape=slot.cut.shape_of(slot.shape), cut=None)
+            if slot.cut is not None and slot.bucket in self.cuts
+            else slot
+            for slot in self.slots
+        )
+        split = tuple((bucket, axes[1:] if bucket in self.cuts else axes) for bucket, axes in self.split)
+        return replace(self, slots=slots, split=split)
+
+    @cached_property
     def kept_names(self) -> frozenset[str]:
         """The names of the leaves in kept buckets."""
         return frozenset(slot.name for bucket in self.kept for slot in self.buckets[bucket])
 
     def size(self, bucket: str) -> int:
         """Elements of a whole bucket, padding included."""
+        if bucket in self.cuts:
+            return self.cuts[bucket].ranks * self.local.size(bucket)
         last = self.buckets[bucket][-1]
         return last.size if last.offset is None else _rounded(last.offset + last.size, ALIGNMENT * self.multiple)
 
     def sections(self, bucket: str) -> list[int]:
-        """The lengths that cut a flat bucket: leaf, padding, leaf, padding..."""
+        """The lengths that cut a flat bucket: leaf, padding, leaf, padding...
+
+        Raises ValueError for a bucket of cut leaves, in which no leaf lies in one piece.
+        """
+        if bucket in self.cuts:
+            raise ValueError(
+                f"{self.buckets[bucket][0].name} and others are cut over {self.cuts[bucket].axis!r}: an optimizer that "
+                "works leaf by leaf cannot update them; expected one that is elementwise, such as fb.optim.adamw"
+            )
         slots = self.buckets[bucket]
         ends = [*(slot.offset for slot in slots[1:]), self.size(bucket)]
         return [
@@ -134,12 +189,67 @@ def ravel(values: Tree, layout: Layout) -> Flat:
 
     Raises ValueError where a leaf's shape is not the slot's.
     """
+    if layout.cuts:
+        return _raveled_parts(values, layout)
     leaves = tree.flatten_up_to(layout.structure, values)
     by_name = {slot.name: leaf for slot, leaf in zip(layout.slots, leaves, strict=True)}
     for slot in layout.slots:
         if (leaf := by_name[slot.name]) is not None and tuple(leaf.shape) != slot.shape:
             raise ValueError(f"{slot.name}: shape {tuple(leaf.shape)}, expected {slot.shape}")
     return Flat({bucket: _joined(layout, bucket, by_name) for bucket in layout.buckets}, layout)
+
+
+def _raveled_parts(values: Tree, layout: Layout) -> Flat:
+    """``ravel`` of a layout that has cuts: rank by rank."""
+    leaves = tree.flatten_up_to(layout.structure, values)
+    ranks = max(cut.ranks for cut in layout.cuts.values())
+
+    def of(rank: int) -> Flat:
+        parts = [
+            leaf if leaf is None or slot.cut is None or slot.bucket not in layout.cuts else part(leaf, slot.cut, rank)
+            for slot, leaf in zip(layout.slots, leaves, strict=True)
+        ]
+        return ravel(tree.unflatten(layout.structure, parts), layout.local)
+
+    each = [of(rank).buffers for rank in range(ranks)]
+    buffers = {
+        bucket: torch.cat([own[bucket] for own in each]) if bucket in layout.cuts and first is not None else first
+        for bucket, first in each[0].items()
+    }
+    return Flat(buffers, layout)
+
+
+def part(leaf: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
+    """What a rank has of a whole leaf, zeros behind its end."""
+    length = cut.length(tuple(leaf.shape), rank)
+    own = leaf.narrow(cut.dim, min(rank * cut.part, leaf.shape[cut.dim]), length)
+    if length == cut.part:
+        return own
+    missing = own.new_zeros(*own.shape[: cut.dim], cut.part - length, *own.shape[cut.dim + 1 :])
+    return torch.cat([own, missing], cut.dim)
+
+
+def _unraveled_parts(flat: Flat) -> Tree:
+    """``unravel`` of whole buffers of a layout that has cuts: rank by rank."""
+    layout = flat.layout
+    ranks = max(cut.ranks for cut in layout.cuts.values())
+    each = {
+        bucket: buffer.chunk(ranks, -1) if bucket in layout.cuts and buffer is not None else (buffer,) * ranks
+        for bucket, buffer in flat.buffers.items()
+    }
+    parts = [
+        tree.flatten_up_to(layout.structure, unravel(Flat({name: of[rank] for name, of in each.items()}, layout.local)))
+        for rank in range(ranks)
+    ]
+
+    def whole(place: int, slot: Slot) -> torch.Tensor | None:
+        first = parts[0][place]
+        if first is None or slot.cut is None or slot.bucket not in layout.cuts:
+            return first
+        dim = slot.cut.dim - len(slot.shape)  # leading dims may stand in front
+        return torch.cat([own[place] for own in parts], dim).narrow(dim, 0, slot.shape[slot.cut.dim])
+
+    return tree.unflatten(layout.structure, [whole(place, slot) for place, slot in enumerate(layout.slots)])
 
 
 def _joined(layout: Layout, bucket: str, by_name: dict[str, Any]) -> torch.Tensor | None:
@@ -162,8 +272,13 @@ def _joined(layout: Layout, bucket: str, by_name: dict[str, Any]) -> torch.Tenso
 def unravel(flat: Flat) -> Tree:
     """The tree, as views of the buffers, None for a bucket that is None.
 
-    Forward: split; transpose: concatenate, zeros where a leaf was not used.
+    Forward: split; transpose: concatenate, zeros where a leaf was not used. Of buffers that hold what one rank has of
+    cut leaves, these parts are the leaves.
     """
+    if flat.layout.cuts:
+        if is_local(flat):
+            return unravel(Flat(flat.buffers, flat.layout.local))
+        return _unraveled_parts(flat)
     by_name: dict[str, torch.Tensor | None] = {}
     for bucket, slots in flat.layout.buckets.items():
         buffer = flat.buffers[bucket]
@@ -175,6 +290,12 @@ def unravel(flat: Flat) -> Tree:
         for slot, piece in zip(slots, pieces[::2], strict=True):
             by_name[slot.name] = piece.reshape(lead + slot.shape)
     return tree.unflatten(flat.layout.structure, [by_name[slot.name] for slot in flat.layout.slots])
+
+
+def is_local(flat: Flat) -> bool:
+    """Whether buffers of cut leaves hold what one rank along the axis of the cuts has."""
+    lengths = ((bucket, flat.buffers[bucket]) for bucket in flat.layout.cuts)
+    return any(buffer is not None and buffer.shape[-1] == flat.layout.local.size(bucket) for bucket, buffer in lengths)
 
 
 def spread(values: Tree, params: Tree) -> Tree:

@@ -181,8 +181,8 @@ def cut(joint: GraphModule, primals: int, outputs: int, saveable: Callable[[Node
     residuals = [node for node in joint.graph.nodes if node in saved and node.op != "placeholder"]
     returned = [*results[:outputs], *(node for node in residuals if node not in results[:outputs])]
     return Cut(
-        own_results(_extract(joint, placeholders[:primals], returned)),
-        own_results(_extract(joint, [*kept, *residuals, *tangents], results[outputs:])),
+        own_results(extract(joint, placeholders[:primals], returned)),
+        own_results(extract(joint, [*kept, *residuals, *tangents], results[outputs:])),
         tuple(placeholders.index(node) for node in kept),
         tuple(returned.index(node) for node in residuals),
     )
@@ -258,7 +258,7 @@ def has_cpp_compiler() -> bool:
 
     try:
         get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError):
+    except (exc.InvalidCxxCompiler, RuntimeError, OSError):
         warnings.warn(
             "jit: no C++ compiler was found, so traced graphs run uncompiled on CPU (the same numbers, slower); "
             "install g++ or set CXX",
@@ -298,7 +298,7 @@ def _is_tensor(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _extract(joint: GraphModule, inputs: Iterable[Node], results: Sequence[Any]) -> GraphModule:
+def extract(joint: GraphModule, inputs: Iterable[Node], results: Sequence[Any]) -> GraphModule:
     """The part of a graph that computes ``results`` from ``inputs``."""
     needed: set[Node] = set()
     inputs = list(inputs)

@@ -38,19 +38,24 @@ class Quantized(NamedTuple):
     steps: torch.Tensor
 
 
-def sizes(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """The sizes of the parts of a tensor of ``shape``."""
+def described(shape: tuple[int, ...]) -> tuple[tuple[tuple[int, ...], torch.dtype], ...]:
+    """(shape, dtype) of each part of a tensor of ``shape``."""
     blocks = -(-math.prod(shape) // BLOCK)
-    return blocks * BLOCK // 2, blocks, -(-blocks // SCALES) + 1
+    steps = -(-blocks // SCALES) + 1
+    return ((blocks * BLOCK // 2,), torch.uint8), ((blocks,), torch.uint8), ((steps,), torch.int32)
+
+
+def require_finite(x: torch.Tensor) -> None:
+    """Raise TypeError for integers, ValueError for what is empty or not finite in float32."""
+    if not x.is_floating_point():
+        raise TypeError(f"x: {x.dtype}, expected floating-point numbers")
+    if x.numel() == 0 or not bool(x.float().isfinite().all()):
+        raise ValueError(f"x: {tuple(x.shape)}, expected one number at least, and finite ones")
 
 
 def quantize(x: torch.Tensor) -> Quantized:
-    """The nearest NF4 value of each element, relative to its block's scale. Raises TypeError for integers, ValueError
-    for what is empty or not finite."""
-    if not x.is_floating_point():
-        raise TypeError(f"x: {x.dtype}, expected floating-point numbers")
-    if x.numel() == 0 or not bool(x.isfinite().all()):
-        raise ValueError(f"x: {tuple(x.shape)}, expected one number at least, and finite ones")
+    """The nearest NF4 value of each element, relative to its block's scale. Raises as ``require_finite``."""
+    require_finite(x)
     flat = x.detach().reshape(-1).float()
     blocks = F.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(1)
@@ -59,7 +64,7 @@ def quantize(x: torch.Tensor) -> Quantized:
     restored = _scales(scales, steps)
     relative = blocks / torch.where(restored > 0, restored, 1.0)[:, None]
     code = torch.tensor(CODE, device=x.device)
-    index = torch.bucketize(relative, (code[1:] + code[:-1]) / 2).to(torch.uint8)
+    index = torch.bucketize(relative, (code[1:] + code[:-1]) / 2, out_int32=True).to(torch.uint8)
     pairs = index.view(-1, 2)
     return Quantized(pairs[:, 0] << 4 | pairs[:, 1], scales, steps)
 

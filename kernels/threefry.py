@@ -96,7 +96,7 @@ def run_starts(
     for size, stride in outer:
         starts = starts.unsqueeze(-1) + torch.arange(size, device=key.device) * stride
     batch = key.numel() // 2
-    return starts.reshape(1 if offset is None else batch, -1).expand(batch, -1).reshape(-1), length
+    return starts.reshape(1 if offset is None else batch, -1).expand(batch, -1).flatten().contiguous(), length
 
 
 def _runs(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:

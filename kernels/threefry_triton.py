@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .threefry_cipher_triton import cipher
+
 _BLOCK = 256  # blocks of the cipher a program computes
 
 
@@ -30,12 +32,6 @@ def bits(out: torch.Tensor, key: torch.Tensor, starts: torch.Tensor | None, base
             LANES=lanes,
             BLOCK=_BLOCK,
         )
-
-
-@triton.jit
-def _round(x0, x1, rotation: tl.constexpr):
-    x0 = x0 + x1
-    return x0, ((x1 << rotation) | (x1 >> (32 - rotation))) ^ x0
 
 
 @triton.jit
@@ -74,23 +70,7 @@ def _bits(
     keys = key_ptr + row // rows_per_key * 2
     key0 = tl.load(keys).to(tl.uint32, bitcast=True)
     key1 = tl.load(keys + 1).to(tl.uint32, bitcast=True)
-    key2 = key0 ^ key1 ^ 0x1BD11BDA
-    x0 = number.to(tl.int32).to(tl.uint32, bitcast=True) + key0
-    x1 = (number >> 32).to(tl.int32).to(tl.uint32, bitcast=True) + key1
-    for group in tl.static_range(5):
-        if group % 2 == 0:
-            x0, x1 = _round(x0, x1, 13)
-            x0, x1 = _round(x0, x1, 15)
-            x0, x1 = _round(x0, x1, 26)
-            x0, x1 = _round(x0, x1, 6)
-        else:
-            x0, x1 = _round(x0, x1, 17)
-            x0, x1 = _round(x0, x1, 29)
-            x0, x1 = _round(x0, x1, 16)
-            x0, x1 = _round(x0, x1, 24)
-        key0, key1, key2 = key1, key2, key0
-        x0 = x0 + key0
-        x1 = x1 + key1 + (group + 1)
+    x0, x1 = cipher(key0, key1, number)
     if LANES == 2:
         words = tl.interleave(x0, x1).to(tl.int32, bitcast=True)
     else:

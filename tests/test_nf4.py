@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import functional_booster as fb
 from functional_booster.kernels import nf4
-from functional_booster.lora import Nf4Weight
+from functional_booster.lora import QuantizedWeight
 
 
 def test_the_table_is_the_papers() -> None:
@@ -67,7 +67,7 @@ def test_memory_is_four_bits_and_an_eighth() -> None:
     parts = nf4.quantize(torch.randn(512, 512))
     bits = 8 * sum(part.numel() * part.element_size() for part in parts) / 512**2
     assert bits == pytest.approx(4.127, abs=1e-3)
-    assert tuple(part.numel() for part in parts) == nf4.sizes((512, 512))
+    assert tuple((tuple(part.shape), part.dtype) for part in parts) == nf4.described((512, 512))
 
 
 def test_members_of_a_batch_are_dequantized_as_each_alone() -> None:
@@ -89,7 +89,7 @@ def test_what_has_no_scale_is_refused() -> None:
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_the_product_and_its_gradient_are_the_dense_ones(is_transposed: bool) -> None:
-    weight = Nf4Weight.of(torch.randn(33, 20, dtype=torch.float64))
+    weight = QuantizedWeight.of(torch.randn(33, 20, dtype=torch.float64))
     weight = weight.t() if is_transposed else weight
     x = torch.randn(4, weight.shape[1], dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(weight.linear(x), x @ weight.dense().t())
@@ -147,7 +147,7 @@ def test_the_gpu_gives_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype)
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("default")  # the compiler's own warnings are not ours to judge
 def test_compiled_products_on_the_gpu_keep_no_dense_weight() -> None:
-    weight = Nf4Weight.of(torch.randn(512, 512, device="cuda"))
+    weight = QuantizedWeight.of(torch.randn(512, 512, device="cuda"))
     step = fb.jit(fb.grad(lambda x, weight: weight.linear(weight.linear(x)).square().sum()))
     x = torch.randn(64, 512, device="cuda")
     dense = weight.dense()

@@ -566,6 +566,22 @@ class TestGpu:
             rounding = {"normal16": 2.0**-7, "normal64": 1e-12}.get(name, 1e-5) if "normal" in name else 0.0
             torch.testing.assert_close(device.cpu(), host, rtol=rounding, atol=rounding)
 
+    @pytest.mark.parametrize("name", sorted(DRAWS))
+    @pytest.mark.parametrize("where", [{}, {"global_shape": (4, 1001), "start": (1, 503)}], ids=["whole", "part"])
+    @pytest.mark.parametrize("shape", [(33,), (2, 300)], ids=str)
+    def test_a_batch_of_keys(self, name: str, where: dict[str, Any], shape: tuple[int, ...]) -> None:
+        if where and len(shape) == 1:
+            where = {"global_shape": (1001,), "start": (503,)}
+
+        def draw(key: torch.Tensor) -> torch.Tensor:
+            return DRAWS[name](key, shape, **where)
+
+        keys = random.split(KEY, 5)
+        rounding = {"normal16": 2.0**-7, "normal64": 1e-12}.get(name, 1e-5) if "normal" in name else 0.0
+        torch.testing.assert_close(
+            vmap(draw)(keys.cuda()).cpu(), torch.stack([draw(key) for key in keys]), rtol=rounding, atol=rounding
+        )
+
     def test_keys_and_batches(self) -> None:
         keys = random.split(KEY.cuda(), 300)
         assert torch.equal(keys.cpu(), random.split(KEY, 300))
