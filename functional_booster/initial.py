@@ -48,7 +48,13 @@ def state(
     stored = tree.map_with_name(lambda n, leaf: leaf if n in kept else cast(leaf, precision.policy.param), typed)
     described = tree.map(
         lambda leaf, info: ArrayInfo(
-            info.shape, leaf.dtype, info.spec, None, info.trainable and transforms.is_differentiable(leaf)
+            info.shape,
+            leaf.dtype,
+            info.spec,
+            None,
+            info.trainable and transforms.is_differentiable(leaf),
+            info.grain,
+            info.uneven,
         ),
         stored,
         model.abstract,

@@ -34,10 +34,17 @@ class LazyInitContext:
     entered again, to go on with its modules; inside of another one it is part of that one. Each context begins with the
     random state of its entry; the generator then moves on, but not as far as with eager initialization. Tensors made
     from Python's numbers or numpy's arrays have their values at once. Raises RuntimeError for a ``default_device``
-    that torch does not know.
+    that torch does not know. ``tensor_cls``, Colossal-AI's first argument, is refused but for None: there is one way to
+    record (ValueError).
     """
 
-    def __init__(self, default_device: torch.device | str | None = None) -> None:
+    def __init__(self, tensor_cls: type | None = None, default_device: torch.device | str | None = None) -> None:
+        if isinstance(tensor_cls, (str, torch.device)):
+            raise TypeError(
+                f"tensor_cls: {tensor_cls!r}, expected None: name the device, default_device={tensor_cls!r}"
+            )
+        if tensor_cls is not None:
+            raise ValueError(f"tensor_cls: {tensor_cls!r}, expected None: tensors are recorded as they are")
         self._device = None if default_device is None else torch.device(default_device)
         self._tape = Tape()
         self._entered: list[contextlib.ExitStack] = []
@@ -104,6 +111,17 @@ def _values(tensors: Mapping[str, torch.Tensor], shared: bool) -> Iterator[tuple
 def tensor_of(value: torch.Tensor | StoredTensor) -> torch.Tensor:
     """A value, read if it lies in a file."""
     return value if isinstance(value, torch.Tensor) else value.read()
+
+
+def resumed(module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """The context that goes on with a module that a LazyInitContext recorded; of another module, one without effect."""
+    cells = map(cell_of, (*module.parameters(), *module.buffers()))
+    tape = next((cell.tape for cell in cells if cell is not None), None)
+    if tape is None:
+        return contextlib.nullcontext()
+    context = LazyInitContext()
+    context._tape = tape
+    return context
 
 
 def is_lazy(tensor: torch.Tensor) -> bool:

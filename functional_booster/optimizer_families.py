@@ -9,6 +9,7 @@ import torch
 
 from . import optim
 from .optim.base import at, number_of
+from .optim.scaling import ascent
 
 Group = dict[str, Any]  # a param group, or what was read from one
 Values = dict[str, Any]
@@ -102,8 +103,7 @@ def _adafactor(values: Values) -> optim.GradientTransformation:
         t = number_of(count)
         return (t.rsqrt() / at(rate, t)).clamp(max=1.0)
 
-    return optim.chain(
-        *((optim.scale(-1.0),) if values["maximize"] else ()),
+    descent = optim.chain(
         optim.scale_by_factored_rms(
             optim.adafactor_decay(-values["beta2_decay"]),
             0.0,
@@ -116,6 +116,7 @@ def _adafactor(values: Values) -> optim.GradientTransformation:
         optim.add_decayed_weights(values["weight_decay"]),
         optim.scale_by_learning_rate(rate),
     )
+    return ascent(values["maximize"], descent)
 
 
 def _machine_epsilon(dtype: torch.dtype) -> float:

@@ -29,7 +29,7 @@ class Live(TorchDispatchMode):
 
     def count(self, storage: Any) -> None:
         pointer, size = storage.data_ptr(), storage.nbytes()
-        if not size or pointer in self.known:
+        if not pointer or not size or pointer in self.known:  # tensors on the meta device have no memory
             return
         self.known.add(pointer)
         self.now += size

@@ -68,9 +68,9 @@ def fresh(module: Any, **fields: Any) -> dict[str, torch.Tensor]:
         return tensors(peft.get_peft_model(module, peft.LoraConfig(**fields)))
 
 
-def tensors(model: Any) -> dict[str, torch.Tensor]:
-    """The adapter of a peft model, by the names that its files have."""
-    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+def tensors(model: Any, adapter: str = "default") -> dict[str, torch.Tensor]:
+    """An adapter of a peft model, by the names that its files have."""
+    state = peft.get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     return {name.removeprefix(PREFIX): value.detach().clone() for name, value in state.items()}
 
 

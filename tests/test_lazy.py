@@ -262,6 +262,10 @@ def test_inside_tensors_say_where_they_will_be() -> None:
     assert other.is_meta
     with pytest.raises(RuntimeError, match="nowhere"):
         fb.LazyInitContext(default_device="nowhere")
+    with pytest.raises(ValueError, match=r"tensor_cls: .*Parameter.*, expected None"):
+        fb.LazyInitContext(tensor_cls=nn.Parameter)
+    with pytest.raises(TypeError, match="default_device='cpu'"):
+        fb.LazyInitContext("cpu")  # type: ignore[arg-type]
 
 
 def test_tensors_with_values_are_as_ever() -> None:

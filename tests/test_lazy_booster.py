@@ -134,11 +134,11 @@ def own_model() -> fb.Model:
 def test_memory_at_initialization(make: Callable[[], fb.Model], plugin: str) -> None:
     booster = booster_of(plugin)
     extra, held = peak_of(make, booster, fb.optim.sgd(0.1))
-    assert extra <= 4 * ONE  # the tensor, and what its draws are computed from
+    assert extra <= (1.1 if make is lazy_layers else 2) * ONE  # the tensor, and what its draws are computed from
     whole = 16 * ONE if make is lazy_layers else sum(info.nbytes for info in fb.tree.leaves(make().abstract))
     assert held < 1.2 * whole * (RANKS if plugin == "ddp" else 1) + 256
     extra, _ = peak_of(make, booster, fb.optim.adamw(0.1))
-    assert extra <= 4 * ONE
+    assert extra <= ONE
 
 
 def on_a_process(plugin: str) -> dict[str, int]:
@@ -160,7 +160,8 @@ def on_a_process(plugin: str) -> dict[str, int]:
 def test_on_processes(plugin: str) -> None:
     for measured in run_on_ranks(2, on_a_process, plugin):
         assert measured["held"] < 1.2 * 16 * ONE / (1 if plugin == "ddp" else 2)
-        assert measured["extra"] <= 6 * ONE  # of 16: the tensor, and its copies while it travels
+        # Of 16: the tensor, what arrives of it, and an earlier arrival that gloo's thread has not let go of yet.
+        assert measured["extra"] <= 3 * ONE
 
 
 def unfilled() -> None:

@@ -119,10 +119,10 @@ def test_only_adapters_have_optimizer_state(own: bool) -> None:
     assert state.frozen is not None and {slot.name.split(".")[0] for slot in state.frozen.layout.slots} == {"base"}
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["dense", "nf4"])
+@pytest.mark.parametrize("quantize", [False, "nf4", "int8"])
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS)
 @BOTH
-def test_a_plugins_steps_are_those_of_one_device(plugin: Any, own: bool, quantize: bool) -> None:
+def test_a_plugins_steps_are_those_of_one_device(plugin: Any, own: bool, quantize: bool | str) -> None:
     module = tiny("llama", torch.float32 if quantize else torch.float64)
     model, base = adapted(module, config(init_lora_weights=False, use_dora=True), own, quantize=quantize)
     params = lora.init(model, base, fb.random.key(0))
@@ -139,9 +139,10 @@ def test_a_plugins_steps_are_those_of_one_device(plugin: Any, own: bool, quantiz
         torch.testing.assert_close(one, other, rtol=0, atol=tolerance if one.is_floating_point() else 0)
 
 
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @BOTH
-def test_a_traced_step_is_the_eager_one(own: bool) -> None:
-    model, base = adapted(tiny("gpt2"), config(lora_dropout=0.3, init_lora_weights=False), own, quantize=True)
+def test_a_traced_step_is_the_eager_one(own: bool, quantize: str) -> None:
+    model, base = adapted(tiny("gpt2"), config(lora_dropout=0.3, init_lora_weights=False), own, quantize=quantize)
     params, tx, results = lora.init(model, base, fb.random.key(0)), fb.optim.sgd(0.1), []
     for jit in (False, True):
         booster = fb.Booster(device="cpu")
@@ -198,9 +199,10 @@ def test_dropout_is_on_the_adapters_input_by_key() -> None:
         model.apply(params, x, train=True)
 
 
-def test_embeddings_and_heads_have_adapters_in_lookups_and_products() -> None:
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_embeddings_and_heads_have_adapters_in_lookups_and_products(use_dora: bool) -> None:
     module = tiny("llama", torch.float64)
-    chosen = config(target_modules=["embed_tokens", "lm_head"])
+    chosen = config(target_modules=["embed_tokens", "lm_head"], use_dora=use_dora)
     theirs = peft_model(module, chosen).eval()
     for own in (True, False):
         model, base = adapted(module, chosen, own)
@@ -209,13 +211,15 @@ def test_embeddings_and_heads_have_adapters_in_lookups_and_products() -> None:
         torch.testing.assert_close(logits(model.apply(params, tokens(2))), expected.logits, rtol=0, atol=1e-6)
         loss, weight = model.loss(params, {"input_ids": tokens(2)})
         torch.testing.assert_close((loss / weight).float(), expected.loss.float(), rtol=1e-5, atol=0)
+        merged = model.base.apply(lora.merge(model, params), tokens(2))
+        torch.testing.assert_close(logits(merged), expected.logits, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("how", ["pissa", "olora"])
+@pytest.mark.parametrize("how", ["pissa", "pissa_niter_300", "olora"])
 @BOTH
 def test_principal_adapters_leave_the_model_as_it_was(how: str, own: bool) -> None:
     # peft's olora takes the weight of GPT-2's Conv1D for that of a linear layer
-    family = "gpt2" if how == "pissa" else "llama"
+    family = "llama" if how == "olora" else "gpt2"
     module = tiny(family)
     fields: dict[str, Any] = {"init_lora_weights": how, "target_modules": "all-linear"}
     model, base = adapted(module, config(**fields), own)
@@ -245,6 +249,121 @@ def test_new_adapters_are_drawn_as_peft_draws_them_and_change_nothing_at_first()
         assert torch.equal(model.apply(params, x), module(x)) == (how is not False)
         again = model.init(fb.random.key(0))["adapters"]["default"]
         assert torch.equal(again["0.lora_A.weight"], a)
+
+
+def test_orthogonal_adapters_have_factors_in_spaces_of_their_own() -> None:
+    fields: dict[str, Any] = {"r": 64, "lora_alpha": 3, "target_modules": ["0"], "init_lora_weights": "orthogonal"}
+    module = nn.Sequential(nn.Linear(400, 300), nn.Tanh())
+    mine = lora.adapt(module, peft.LoraConfig(**fields)).init(fb.random.key(0))["adapters"]["default"]
+    theirs = fresh(nn.Sequential(nn.Linear(400, 300)), **fields)
+    for name, other in theirs.items():
+        tensor = mine[name.removeprefix("base_model.model.")]
+        assert tensor.shape == other.shape
+        torch.testing.assert_close(tensor.std(), other.std(), rtol=0.05, atol=0)
+    for factors in (mine, theirs):  # B @ A is zero, whatever both are
+        a, b = (next(value for name, value in factors.items() if f"lora_{role}" in name) for role in "AB")
+        torch.testing.assert_close(b @ a, torch.zeros(300, 400), rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="0 has r=3, expected an even number"):
+        lora.adapt(module, peft.LoraConfig(**(fields | {"r": 3})))
+
+
+@BOTH
+def test_minor_components_are_frozen_and_pefts(own: bool) -> None:
+    """MiCA (arXiv 2604.01694): B has the last left singular vectors, up to their signs, and A is trained."""
+    module, chosen = tiny("llama"), config(init_lora_weights="mica", target_modules="all-linear")
+    model, base = adapted(module, chosen, own)
+    params = lora.init(model, base, fb.random.key(0))
+    torch.testing.assert_close(logits(model.apply(params, tokens(2))), module(tokens(2)).logits, rtol=1e-4, atol=1e-5)
+    mine, infos = params["adapters"]["default"], model.abstract["adapters"]["default"]
+    theirs = fresh(
+        tiny("llama"), r=3, lora_alpha=5, task_type="CAUSAL_LM", init_lora_weights="mica", target_modules="all-linear"
+    )
+    for site in model.plans["default"].sites:
+        a, b = site.names["A"], site.names["B"]
+        torch.testing.assert_close(mine[b] @ mine[b].T, theirs[b] @ theirs[b].T, rtol=1e-3, atol=1e-4)
+        assert not mine[a].any()
+        assert (infos[a].trainable, infos[b].trainable) == (True, False)
+
+
+@pytest.mark.parametrize("quantize", [False, "nf4", "int8"])
+def test_loftq_makes_up_for_what_quantizing_loses(quantize: bool | str) -> None:
+    module, bits = tiny("llama"), 8 if quantize == "int8" else 4
+    errors = {}
+    for rounds in (0, 1, 5):
+        chosen = config(target_modules="all-linear")
+        if rounds:  # peft's config asks for scipy, which its own quantization needs
+            chosen.init_lora_weights, chosen.loftq_config = "loftq", {"loftq_bits": bits, "loftq_iter": rounds}
+        model, base = adapted(module, chosen, True, quantize=quantize)
+        merged = lora.merge(model, lora.init(model, base, fb.random.key(0)))
+        gaps = tree.map(lambda one, other: (one - other).square().sum(), merged, base)
+        errors[rounds] = float(sum(tree.leaves(gaps)))
+    assert errors[5] < errors[1] < (errors[0] or 1.0)
+    other = config()
+    other.init_lora_weights, other.loftq_config = "loftq", {"loftq_bits": 12 - bits}
+    if quantize:
+        with pytest.raises(ValueError, match="but the base is stored in"):
+            adapted(module, other, True, quantize=quantize)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "svd": {},
+    "svd of a rank, clamped": {"svd_rank": 2, "svd_clamp": 0.9},
+    "linear": {},
+    "ties": {"density": 0.5},
+    "ties_svd": {"density": 0.5, "majority_sign_method": "frequency"},
+    "magnitude_prune": {"density": 0.4},
+    "magnitude_prune_svd": {"density": 0.4},
+    "dare_linear": {"density": 1.0},
+    "dare_ties_svd": {"density": 1.0},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The density")
+@pytest.mark.parametrize("kind", KINDS)
+def test_combined_adapters_are_pefts(kind: str) -> None:
+    module, fields = tiny("llama", torch.float64), {"target_modules": ["q_proj", "down_proj"]}
+    theirs = peft_model(module, config(**fields))
+    first = tensors(theirs)
+    theirs.add_adapter("other", config(**fields, use_rslora=True))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if ".other." in name:
+                parameter.data = 0.3 * torch.randn_like(parameter, dtype=torch.float64)
+    model, base = adapted(module, config(**fields), True)
+    model = lora.adapt(model, config(**fields, use_rslora=True), "other")
+    given = {"default": first, "other": tensors(theirs, "other")}
+    params = lora.init(model, base, fb.random.key(0), given)
+    weights, chosen = {"default": 0.7, "other": -1.3}, kind.split(" ")[0]
+    theirs.add_weighted_adapter(list(weights), list(weights.values()), "sum", chosen, **KINDS[kind])
+    _, more = lora.combine(model, params, weights, "sum", chosen, **KINDS[kind], key=fb.random.key(1))
+    expected = tensors(theirs, "sum")
+    for site in model.plans["default"].sites:  # factors have a sign of their own, products have not
+        a, b = site.names["A"], site.names["B"]
+        mine = more["adapters"]["sum"]
+        torch.testing.assert_close(mine[b] @ mine[a], (expected[b] @ expected[a]).double(), rtol=1e-5, atol=1e-7)
+
+
+def test_dropped_elements_are_drawn_by_key_and_scaled_up() -> None:
+    module = nn.Sequential(nn.Linear(64, 48), nn.Tanh())
+    model = lora.adapt(module, peft.LoraConfig(r=16, lora_alpha=16, target_modules=["0"], init_lora_weights=False))
+    params = model.init(fb.random.key(0))
+    before = params["adapters"]["default"]
+    for seed in (1, 1, 2):
+        _, more = lora.combine(
+            model, params, {"default": 1.0}, "sum", "dare_linear", density=0.25, key=fb.random.key(seed)
+        )
+        after = more["adapters"]["sum"]["0.lora_A.weight"]
+        kept = after != 0
+        torch.testing.assert_close(after[kept], 4 * before["0.lora_A.weight"][kept])
+        assert float(kept.float().mean()) == pytest.approx(0.25, abs=0.05)
+    wrong: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"combination_type": "mean"}, "combination_type: 'mean'"),
+        ({"combination_type": "ties"}, "density: None"),
+        ({"combination_type": "dare_ties", "density": 0.5}, "key: missing"),
+    )
+    for bad, named in wrong:
+        with pytest.raises(ValueError, match=named):
+            lora.combine(model, params, {"default": 1.0}, "sum", **bad)
 
 
 def test_several_adapters_add_up_are_activated_combined_and_unmerged() -> None:
@@ -278,6 +397,7 @@ def test_several_adapters_add_up_are_activated_combined_and_unmerged() -> None:
         lora.combine(model, params, {"default": 1.0, "other": 1.0}, "sum", "linear")
 
 
+@pytest.mark.filterwarnings("ignore:.*Using default CorDA config")
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
@@ -285,7 +405,8 @@ def test_several_adapters_add_up_are_activated_combined_and_unmerged() -> None:
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"lora_bias": True}, "lora_bias"),
         ({"target_parameters": ["x.weight"]}, "target_parameters"),
-        ({"init_lora_weights": "orthogonal"}, "init_lora_weights='orthogonal'"),
+        ({"init_lora_weights": "corda"}, "corda"),
+        ({"init_lora_weights": "pissa_niter_many"}, "init_lora_weights='pissa_niter_many'"),
         ({"target_modules": ["wte"]}, "wte.weight is tied to lm_head.weight"),
         ({"modules_to_save": ["lm_head"]}, "lm_head.weight is tied"),
     ],
@@ -345,13 +466,14 @@ def test_an_ensemble_of_adapters_is_a_vmap() -> None:
         torch.testing.assert_close(one, outputs_of(adapters))
 
 
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @BOTH
-def test_quantized_bases_multiply_as_their_dense_weights(family: str, own: bool) -> None:
-    model, base = adapted(tiny(family), config(init_lora_weights=False), own, quantize=True)
+def test_quantized_bases_multiply_as_their_dense_weights(family: str, own: bool, quantize: str) -> None:
+    model, base = adapted(tiny(family), config(init_lora_weights=False), own, quantize=quantize)
     params = lora.init(model, base, fb.random.key(0))
-    leaves = tree.leaves(params["base"], is_leaf=lambda leaf: isinstance(leaf, lora.Nf4Weight))
-    assert sum(isinstance(leaf, lora.Nf4Weight) for leaf in leaves) == len(model.quantized) >= 8
+    leaves = tree.leaves(params["base"], is_leaf=lambda leaf: isinstance(leaf, lora.QuantizedWeight))
+    assert sum(isinstance(leaf, lora.QuantizedWeight) for leaf in leaves) == len(model.quantized) >= 8
     expected = logits(model.base.apply(lora.merge(model, params), tokens(2)))
     torch.testing.assert_close(logits(model.apply(params, tokens(2))), expected, rtol=1e-4, atol=1e-5)
 

@@ -32,7 +32,7 @@ def batch(number: int, plugin: Any) -> torch.Tensor:
     return ids if plugin is None else ids.chunk(dist.get_world_size())[dist.get_rank()]
 
 
-def trained(name: str | None, own: bool, quantize: bool) -> tuple[Any, list[Any], int]:
+def trained(name: str | None, own: bool, quantize: bool | str) -> tuple[Any, list[Any], int]:
     """(parameters, metrics of each step, bytes of codes that this process stores) after some functional steps."""
     plugin = None if name is None else PLUGINS[name]
     chosen = config(target_modules="all-linear", init_lora_weights=False)
@@ -49,7 +49,7 @@ def trained(name: str | None, own: bool, quantize: bool) -> tuple[Any, list[Any]
 
 
 @functools.cache
-def trained_alone(own: bool, quantize: bool) -> tuple[Any, list[Any], int]:
+def trained_alone(own: bool, quantize: bool | str) -> tuple[Any, list[Any], int]:
     return trained(None, own, quantize)
 
 
@@ -58,9 +58,9 @@ def close(got: Any, expected: Any, tolerance: float) -> None:
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance if one.is_floating_point() else 0)
 
 
-@pytest.mark.parametrize("quantize", [False, True], ids=["dense", "nf4"])
+@pytest.mark.parametrize("quantize", [False, "nf4", "int8"])
 @pytest.mark.parametrize(("name", "own"), [("fsdp", True), ("fsdp", False), ("zero2", True)])
-def test_steps_equal_one_device(name: str, own: bool, quantize: bool) -> None:
+def test_steps_equal_one_device(name: str, own: bool, quantize: bool | str) -> None:
     expected = trained_alone(own, quantize)
     for params, metrics, _ in run_on_ranks(RANKS, trained, name, own, quantize):
         # Hugging Face's norms, and what multiplies with NF4 here, are in float32
@@ -73,7 +73,7 @@ def test_quantized_weights_are_split_as_others_are(name: str, parts: int) -> Non
     assert [stored * parts for *_, stored in run_on_ranks(RANKS, trained, name, True, True)] == [whole] * RANKS
 
 
-def looped(name: str | None, quantize: bool) -> dict[str, torch.Tensor]:
+def looped(name: str | None, quantize: bool | str) -> dict[str, torch.Tensor]:
     """The tensors of a module with adapters after some steps of the imperative loop."""
     plugin = None if name is None else PLUGINS[name]
     booster = fb.Booster("cpu", "fp32", plugin)
@@ -91,7 +91,7 @@ def looped(name: str | None, quantize: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "quantize"), [("ddp", False), ("gemini", True)])
-def test_the_imperative_loop_equals_one_device(name: str, quantize: bool) -> None:
+def test_the_imperative_loop_equals_one_device(name: str, quantize: bool | str) -> None:
     expected = looped(None, quantize)
     for found in run_on_ranks(RANKS, looped, name, quantize):
         assert found.keys() == expected.keys()

@@ -557,3 +557,19 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_bad_input_is_named(call: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "error", "message"),
+    [
+        (lambda step: None, TypeError, "schedule: it gave NoneType at a step, expected a number or a 0-d tensor"),
+        (
+            lambda step: torch.ones(3),
+            ValueError,
+            r"schedule: it gave a tensor of shape \(3,\) at a step",
+        ),
+    ],
+)
+def test_a_schedule_that_gives_no_number(schedule: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        optim.sgd(schedule).init({"x": torch.ones(2)})

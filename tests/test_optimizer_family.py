@@ -4,6 +4,7 @@ Colossal-AI's optimizers by name. (That each is a lawful transformation is in te
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -493,6 +494,83 @@ def test_a_step_on_ranks_is_the_step_on_one_device(
     """State too: what the family keeps of a leaf is what it keeps on one device."""
     problem = wide(ranks, make(weight_decay=decay), max_norm, width)
     testing.step_equals_one_device(plugin, fb.virtual_mesh(**plugin.axes(ranks)), problem)
+
+
+def at_home_or_away(kind: str, away: bool, precision: str) -> Any:
+    """A plugin whose master weights and optimizer state, all or half of them, are in the host's memory, or not."""
+    if kind == "gemini":
+        sizes: dict[str, Any] = {"min_chunk_size_m": 0.0001, "search_range_m": 0, "hidden_dim": 8}
+        return fb.GeminiPlugin(precision=precision, offload_optim_frac=0.5 if away else 0.0, **sizes)
+    if kind == "fsdp":
+        return fb.TorchFSDPPlugin(cpu_offload=away)
+    return fb.LowLevelZeroPlugin(stage=int(kind[-1]), precision=precision, cpu_offload=away)
+
+
+def trained_with(kind: str, away: bool, precision: str, problem: testing.Problem, ranks: int | None) -> Any:
+    """(metrics, all leaves of the state) after two steps: on ``ranks`` virtual ranks, or on this one process."""
+    plugin = at_home_or_away(kind, away, precision)
+    mesh = None if ranks is None else fb.virtual_mesh(**plugin.axes(ranks))
+    booster = fb.Booster(problem.device, precision if kind == "fsdp" else None, plugin=plugin, mesh=mesh)
+    state = booster.init(problem.model, problem.tx, key=problem.key)
+    assert bool(state.storage.layout.host) == away
+    step = booster.train_step(problem.loss_fn, problem.tx, max_norm=problem.max_norm, jit=False)
+    for _ in range(2):
+        state, metrics = step(state, problem.batch)
+    return metrics, checkpoint.named_tensors(state)
+
+
+AWAY: dict[str, Callable[..., optim.GradientTransformation]] = {
+    **FAMILY,
+    "adamw": lambda **options: optim.adamw(0.01, eps=1e-5, **options),
+    "sgd": lambda **options: optim.sgd(0.1, 0.9, **options),
+}
+
+
+@settings(deadline=None, max_examples=8)
+@given(
+    kind=st.sampled_from(["zero1", "zero2", "fsdp", "gemini"]),
+    name=st.sampled_from(sorted(AWAY)),
+    ranks=st.sampled_from([2, 4]),
+    max_norm=st.sampled_from([None, 0.1]),
+    decay=st.sampled_from([0.0, 0.1]),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+)
+def test_where_state_lives_changes_no_bit(
+    kind: str, name: str, ranks: int, max_norm: float | None, decay: float, precision: str
+) -> None:
+    problem = wide(ranks, AWAY[name](weight_decay=decay), max_norm, depth=1)
+    away, here = (trained_with(kind, place, precision, problem, ranks) for place in (True, False))
+    for one, other in zip(away, here, strict=True):
+        assert one.keys() == other.keys()
+        for leaf, value in one.items():
+            torch.testing.assert_close(value, other[leaf], rtol=0, atol=0, equal_nan=True)  # fp16 may begin by overflow
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "came"])
+@pytest.mark.parametrize("kind", ["zero1", "fsdp", "gemini"])
+def test_state_in_the_hosts_memory_is_updated_as_on_the_gpu(kind: str, name: str, precision: str) -> None:
+    """To the rounding of the two devices."""
+    problem = wide(2, AWAY[name](weight_decay=0.1), 0.1, depth=2)
+    problem = dataclasses.replace(
+        problem, batch=tree.map(lambda leaf: leaf.cuda(), problem.batch), key=problem.key.cuda()
+    )
+    away, here = (trained_with(kind, place, precision, problem, None) for place in (True, False))
+    tolerance: dict[str, Any] = {"rtol": 1e-2, "atol": 1e-3} if precision == "bf16" else {"rtol": 1e-5, "atol": 1e-6}
+    for one, other in zip(away, here, strict=True):
+        for leaf, value in one.items():
+            torch.testing.assert_close(value.cpu(), other[leaf].cpu(), **tolerance)
+
+
+@pytest.mark.parametrize("name", sorted(AWAY))
+def test_names_of_the_state_do_not_depend_on_how_much_weights_decay(name: str) -> None:
+    """Nor on the direction: a run may go on with other numbers."""
+    params = make_params()
+    names = [tree.names(AWAY[name](weight_decay=decay).init(params)) for decay in (0.0, 0.1)]
+    assert names[0] == names[1]
+    if name in ("adamw", "sgd"):
+        assert tree.names(AWAY[name](maximize=True).init(params)) == names[0]
 
 
 def test_matrices_do_lie_across_ranks() -> None:

@@ -7,20 +7,21 @@ except ImportError as error:
         "functional_booster.lora reads configs with peft: pip install functional-booster[lora]"
     ) from error
 
+from .combining import combine
 from .files import load, save
-from .merging import combine, merge, unmerge
+from .merging import merge, unmerge
 from .model import LoraModel, activate, adapt, attached, init
-from .nf4_weight import Nf4Weight
 from .peft_module import enable, save_module
 from .plan import Plan, Site
+from .quantized_weight import QuantizedWeight
 from .weight import Adapter, LoraWeight
 
 __all__ = [
     "Adapter",
     "LoraModel",
     "LoraWeight",
-    "Nf4Weight",
     "Plan",
+    "QuantizedWeight",
     "Site",
     "activate",
     "adapt",

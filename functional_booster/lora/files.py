@@ -42,7 +42,7 @@ def save(path: str | os.PathLike[str], model: LoraModel, state: TrainState, name
 
 
 def load(
-    path: str | os.PathLike[str], model: Model | nn.Module, name: str = DEFAULT, *, quantize: bool = False
+    path: str | os.PathLike[str], model: Model | nn.Module, name: str = DEFAULT, *, quantize: bool | str = False
 ) -> LoraModel:
     """``adapt(model, ...)`` with an adapter of peft's form, with which ``init`` of the model starts.
 

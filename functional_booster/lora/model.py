@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +24,13 @@ from functional_booster.models.model import Model
 from functional_booster.precision import fp8
 from functional_booster.sharding import environment
 from functional_booster.sharding.abstract import ArrayInfo
+from functional_booster.sharding.collectives import enter
 from functional_booster.weight_mode import WeightMode
 
-from .initial import PRINCIPAL, born, described, without_principal
-from .nf4_weight import Nf4Weight
-from .plan import Plan, linear_layers, plan
+from . import tensor_parallel
+from .initial import described, streamed
+from .plan import BITS, Plan, linear_layers, loftq_of, plan
+from .quantized_weight import QuantizedWeight, codec_of
 from .weight import Adapter, LoraWeight, is_weight
 
 Tree = tree.Tree
@@ -42,8 +44,8 @@ class LoraModel(Model):
 
     ``base`` is the Model without, which has the config; ``module`` the nn.Module that it was functionalized from.
     ``plans``: {adapter: what its config means for this model}; ``active``: the adapters that are computed with and
-    trained. The others are frozen, as the base always is. ``quantized``: {leaf of the base that is an Nf4Weight:
-    whether it is (into, out)}. ``loaded``: {adapter: the tensors that it starts from}.
+    trained. The others are frozen, as the base always is. ``quantized``: {leaf of the base that is a QuantizedWeight:
+    whether it is (into, out)}, all by ``codec``. ``loaded``: {adapter: the tensors that it starts from}.
     """
 
     base: Model = field(kw_only=True)
@@ -51,17 +53,26 @@ class LoraModel(Model):
     plans: Mapping[str, Plan] = field(default_factory=dict)
     active: tuple[str, ...] = ()
     quantized: Mapping[str, bool] = field(default_factory=dict)
+    codec: str | None = None
     loaded: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
+    def leaves(self, key: torch.Tensor) -> Iterator[tuple[str, Any]]:
+        """(name, value) of the leaves of ``init(key)``, each made, and quantized, as soon as its base's have come."""
+        for name, value in _streamed(self, self.base.leaves(key), random.fold_in(key, _LORA), self.loaded):
+            parts = tree.named_leaves(value) if isinstance(value, QuantizedWeight) else {"": value}
+            yield from ((f"{name}.{part}" if part else name, leaf) for part, leaf in parts.items())
 
-def adapt(model: Model | nn.Module, config: LoraConfig, name: str = DEFAULT, *, quantize: bool = False) -> LoraModel:
+
+def adapt(
+    model: Model | nn.Module, config: LoraConfig, name: str = DEFAULT, *, quantize: bool | str = False
+) -> LoraModel:
     """``model`` with an adapter of the peft config: an own Model, an nn.Module, or a LoraModel that gets one more.
 
     Its ``init(key)`` makes the base's parameters and the adapter's; ``lora.init`` makes these beside given ones. The
-    new adapter is the active one. Targets are linear layers, GPT-2's Conv1D and, without DoRA, embeddings. Dropout
-    draws from the key of a call that trains. An nn.Module stays as it is. ``quantize``: the base's linear layers, but
-    for the head, are stored in NF4 (QLoRA). Raises TypeError for what is no model or config, ValueError for a name that
-    is taken and for what is not supported, naming it.
+    new adapter is the active one. Targets are linear layers, GPT-2's Conv1D and embeddings. Dropout draws from the key
+    of a call that trains. An nn.Module stays as it is. ``quantize``: the base's linear layers, but for the head, are
+    stored in NF4 (True or "nf4": QLoRA) or "int8". Raises TypeError for what is no model or config, ValueError for a
+    name that is taken and for what is not supported, naming it.
     """
     if not isinstance(name, str) or not name or "." in name:
         raise ValueError(f"name: {name!r}, expected a name without dots")
@@ -75,23 +86,26 @@ def adapt(model: Model | nn.Module, config: LoraConfig, name: str = DEFAULT, *, 
         raise TypeError(f"model: {type(model).__name__}, expected a fb.Model or an nn.Module")
     if module is None and not hf.is_own(base):
         raise TypeError(f"model: {base.name} was functionalized: hand in the nn.Module itself")
-    quantized = linear_layers(base, module) if quantize else {}
-    return _built(base, module, {name: plan(base, module, config)}, (name,), quantized, {})
+    codec, made = codec_of(quantize), plan(base, module, config)
+    _check_bits(config, codec)
+    quantized = {} if codec is None else linear_layers(base, module)
+    return _built(base, module, {name: made}, (name,), quantized, codec, {})
 
 
 def with_plan(model: LoraModel, name: str, added: Plan) -> LoraModel:
     """The model with one more adapter, the active one. Raises ValueError for a name that is taken."""
     if name in model.plans:
         raise ValueError(f"name: there is an adapter {name!r} already, beside {sorted(model.plans)}")
+    _check_bits(added.config, model.codec)
     plans = {**model.plans, name: added}
-    return _built(model.base, model.module, plans, (name,), model.quantized, model.loaded)
+    return _built(model.base, model.module, plans, (name,), model.quantized, model.codec, model.loaded)
 
 
 def with_tensors(model: LoraModel, name: str, tensors: Mapping[str, torch.Tensor]) -> LoraModel:
     """The model whose adapter starts from these. Raises ValueError with the whole list of those that do not fit."""
     check(model, name, tensors)
     loaded = {**model.loaded, name: dict(tensors)}
-    return _built(model.base, model.module, model.plans, model.active, model.quantized, loaded)
+    return _built(model.base, model.module, model.plans, model.active, model.quantized, model.codec, loaded)
 
 
 def activate(model: LoraModel, names: str | Sequence[str]) -> LoraModel:
@@ -106,7 +120,7 @@ def activate(model: LoraModel, names: str | Sequence[str]) -> LoraModel:
     replaced = [tensor for name in chosen for tensor in model.plans[name].replaced]
     if twice := [tensor for tensor in replaced if replaced.count(tensor) > 1]:
         raise ValueError(f"names: several of {list(chosen)} have a {twice[0]} of their own: activate one of them")
-    return _built(model.base, model.module, model.plans, chosen, model.quantized, model.loaded)
+    return _built(model.base, model.module, model.plans, chosen, model.quantized, model.codec, model.loaded)
 
 
 def init(
@@ -114,27 +128,39 @@ def init(
 ) -> Tree:
     """The parameters of ``model``: the given ones of its base, and adapters, which are born by key and name.
 
-    ``adapters`` (by default those that were loaded) are taken as they are. By ``init_lora_weights`` B is zero and A
-    uniform (True) or normal ("gaussian"), both are random (False), or they are the principal part of the weight
-    ("pissa", "olora"), which the base then lacks. Raises ValueError with the whole list of given tensors that do not
-    fit.
+    ``adapters`` (by default those that were loaded) are taken as they are. ``init_lora_weights`` says how the others
+    begin (``factors``), and whether the base then lacks what they have of it. Raises ValueError with the whole list of
+    given tensors that do not fit.
     """
     given = {**model.loaded, **(adapters or {})}
-    leaves, made = tree.named_leaves(base, is_leaf), {}
-    for name, one in model.plans.items():
-        if name in given:
-            check(model, name, given[name])
-            made[name] = dict(given[name])
-        else:
-            made[name] = born(one, leaves, random.fold_in(key, zlib.crc32(name.encode()) >> 1))
-        if one.config.init_lora_weights in PRINCIPAL:
-            leaves = without_principal(one, leaves)
+    for name, tensors in given.items():
+        check(model, name, tensors)
+    found = dict(_streamed(model, tree.named_leaves(base, is_leaf).items(), key, given))
+    return {
+        "base": tree.map_with_name(lambda name, _: found[f"base.{name}"], base, is_leaf=is_leaf),
+        "adapters": {
+            name: {tensor: found[f"adapters.{name}.{tensor}"] for tensor in own}
+            for name, own in model.abstract["adapters"].items()
+        },
+    }
 
-    def stored(name: str, _: Any) -> Any:
-        leaf = leaves[name]
-        return Nf4Weight.of(leaf) if name in model.quantized and isinstance(leaf, torch.Tensor) else leaf
 
-    return {"base": tree.map_with_name(stored, base, is_leaf=is_leaf), "adapters": made}
+def _streamed(
+    model: LoraModel,
+    base: Iterable[tuple[str, Any]],
+    key: torch.Tensor,
+    given: Mapping[str, Mapping[str, torch.Tensor]],
+) -> Iterator[tuple[str, Any]]:
+    keys = {name: random.fold_in(key, zlib.crc32(name.encode()) >> 1) for name in model.plans}
+    codecs = {} if model.codec is None else dict.fromkeys(model.quantized, model.codec)
+    return streamed(model.plans, base, keys, given, codecs)
+
+
+def _check_bits(config: LoraConfig, codec: str | None) -> None:
+    """Raise ValueError where LoftQ is to make up for another quantization than that of the base."""
+    bits = loftq_of(config)["loftq_bits"]
+    if config.init_lora_weights == "loftq" and codec not in (None, BITS[bits]):
+        raise ValueError(f"lora_config: loftq_bits={bits} is {BITS[bits]}, but the base is stored in {codec}")
 
 
 def check(model: LoraModel, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -153,7 +179,8 @@ def check(model: LoraModel, name: str, tensors: Mapping[str, torch.Tensor]) -> N
 
 def attached(model: LoraModel, params: Tree, key: torch.Tensor | None = None) -> Tree:
     """The base's tree, with the active adapters' tensors and LoraWeights in their places; a ``key`` drops inputs."""
-    values = tree.named_leaves(params["base"], is_leaf)
+    tensor_parallel.require_whole_rows()
+    values, infos = tree.named_leaves(params["base"], is_leaf), tree.named_leaves(model.base.abstract)
     adapters: dict[str, list[Adapter]] = {}
     forms = {leaf: (into_out, False) for leaf, into_out in model.quantized.items()}
     for name in model.active:
@@ -161,24 +188,35 @@ def attached(model: LoraModel, params: Tree, key: torch.Tensor | None = None) ->
         if key is not None:
             adapter_key = random.fold_in(random.fold_in(key, _LORA), zlib.crc32(name.encode()) >> 1)
         for tensor, places in model.plans[name].replaced.items():
-            values |= {leaf: source.read(fp8.plain(own[tensor])) for leaf, source in places}
+            for leaf, source in places:
+                values[leaf] = source.read(fp8.plain(own[tensor]))
+                if len(places) > 1 and tensor_parallel.split_dim(infos[leaf]) is not None:
+                    values[leaf] = tensor_parallel.own_part(values[leaf], infos[leaf])
         for number, site in enumerate(model.plans[name].sites):
             parts = {role: fp8.plain(own[tensor]) for role, tensor in site.names.items()}
             drawn = None if adapter_key is None or site.dropout == 0 else random.fold_in(adapter_key, number)
             for leaf, rows in site.rows.items():
-                cut = {role: part if role == "A" else part[rows] for role, part in parts.items()}
-                adapter = Adapter(**cut, key=drawn, scaling=site.scaling, dropout=site.dropout)
+                side = tensor_parallel.split_side(site, infos[leaf])
+                cut: dict[str, Any] = {role: part if role == "A" else part[rows] for role, part in parts.items()}
+                if side == "out" and len(site.places) > 1:
+                    cut = {n: p if n == "A" else tensor_parallel.own_part(p, infos[leaf]) for n, p in cut.items()}
+                whole = {"out": ("A",), "into": ("B", "magnitude"), None: ()}[side]
+                cut = {n: enter(p, tensor_parallel.AXIS) if n in whole else p for n, p in cut.items()}
+                numbers: dict[str, Any] = {"scaling": site.scaling, "dropout": site.dropout, "inputs": site.size[1]}
+                adapter = Adapter(**cut, key=drawn, split=side, **numbers)
                 adapters.setdefault(leaf, []).append(adapter)
                 forms[leaf] = site.is_transposed, site.is_embedding
     for leaf, form in forms.items():
-        if leaf in adapters or isinstance(values[leaf], Nf4Weight):
+        if isinstance(values[leaf], QuantizedWeight) and tensor_parallel.split_dim(infos[leaf]) is not None:
+            raise ValueError(f"quantize: {leaf} is split over {tensor_parallel.AXIS!r}, where weights must be dense")
+        if leaf in adapters or isinstance(values[leaf], QuantizedWeight):
             values[leaf] = LoraWeight(values[leaf], tuple(adapters.get(leaf, ())), *form)
     return tree.map_with_name(lambda name, _: values[name], params["base"], is_leaf=is_leaf)
 
 
 def is_leaf(value: Any) -> bool:
     """Whether this is a leaf of a base: a tensor, or what stands for one."""
-    return fp8.is_weight(value) or isinstance(value, Nf4Weight)
+    return fp8.is_weight(value) or isinstance(value, QuantizedWeight)
 
 
 def _built(
@@ -187,13 +225,14 @@ def _built(
     plans: Mapping[str, Plan],
     active: tuple[str, ...],
     quantized: Mapping[str, bool],
+    codec: str | None,
     loaded: Mapping[str, Mapping[str, torch.Tensor]],
 ) -> LoraModel:
     def still(info: ArrayInfo) -> ArrayInfo:
         return replace(info, trainable=False)
 
     def stored(name: str, info: ArrayInfo) -> Any:
-        return Nf4Weight.described(info) if name in quantized else still(info)
+        return still(info) if codec is None or name not in quantized else QuantizedWeight.described(info, codec)
 
     infos = tree.named_leaves(base.abstract)
     adapters = {name: described(one, infos) for name, one in plans.items()}
@@ -233,6 +272,7 @@ def _built(
         plans=dict(plans),
         active=active,
         quantized=dict(quantized),
+        codec=codec,
         loaded=dict(loaded),
     )
     return model

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,12 +28,13 @@ from functional_booster.models.model import Model
 
 Places = tuple[tuple[str, Source], ...]  # the leaves of the base that a tensor of a state dict is made of
 
-INITS = (True, False, "gaussian", "pissa", "olora")
+INITS = (True, False, "gaussian", "orthogonal", "pissa", "pissa_niter_N", "olora", "mica", "loftq")
+BITS = {4: "nf4", 8: "int8"}  # of LoftQ: how the weights are quantized
 
 # Every other field of a LoraConfig must have its default.
 _SUPPORTED = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save "
-    "init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern use_dora "
+    "init_lora_weights loftq_config layers_to_transform layers_pattern rank_pattern alpha_pattern use_dora "
     # what says nothing of the computation
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode runtime_config "
     "megatron_core qalora_group_size".split()
@@ -60,9 +62,8 @@ class Site:
     @property
     def names(self) -> dict[str, str]:
         """{"A", "B" and with DoRA "magnitude": the name of the tensor, as peft's files have it}."""
-        if self.is_embedding:
-            return {"A": f"{self.module}.lora_embedding_A", "B": f"{self.module}.lora_embedding_B"}
-        names = {"A": f"{self.module}.lora_A.weight", "B": f"{self.module}.lora_B.weight"}
+        ends = ("embedding_A", "embedding_B") if self.is_embedding else ("A.weight", "B.weight")
+        names = {role: f"{self.module}.lora_{end}" for role, end in zip("AB", ends, strict=True)}
         return names | ({"magnitude": f"{self.module}.lora_magnitude_vector"} if self.is_dora else {})
 
     @property
@@ -117,6 +118,8 @@ def plan(model: Model, module: nn.Module | None, config: LoraConfig) -> Plan:
     for name, parameter in adapted.named_parameters():
         if parameter.requires_grad and not any(mark in name for mark in ("lora_", "modules_to_save.")):
             replaced[name] = _untied(name.replace(".base_layer.", "."), "bias", stored)
+    for site in sites:
+        _require_possible(site, config.init_lora_weights)
     return Plan(config, tuple(sites), replaced)
 
 
@@ -146,9 +149,29 @@ def require_supported(config: Any) -> None:
         value = getattr(config, field.name)
         if field.name not in _SUPPORTED and value and value != getattr(plain, field.name):
             raise ValueError(f"lora_config: {field.name}={value!r} is not supported")
-    if config.init_lora_weights not in INITS:
+    how, bits = config.init_lora_weights, loftq_of(config)["loftq_bits"]
+    name = re.sub(r"^pissa_niter_[0-9]+$", "pissa_niter_N", how) if isinstance(how, str) else how
+    if name not in INITS:
         supported = ", ".join(map(repr, INITS))
-        raise ValueError(f"lora_config: init_lora_weights={config.init_lora_weights!r}, supported are {supported}")
+        raise ValueError(f"lora_config: init_lora_weights={how!r}, supported are {supported}")
+    if how == "loftq" and bits not in BITS:
+        raise ValueError(f"lora_config: loftq_bits={bits!r}, expected one of {', '.join(map(str, BITS))}")
+
+
+def loftq_of(config: Any) -> dict[str, Any]:
+    """LoftQ's options: "loftq_bits" a value, and "loftq_iter" rounds."""
+    return {"loftq_bits": 4, "loftq_iter": 1} | dict(config.loftq_config or {})
+
+
+def _require_possible(site: Site, how: bool | str) -> None:
+    """Raise ValueError where a site cannot begin so, as peft does."""
+    if how == "orthogonal" and site.rank % 2 and not site.is_embedding:
+        raise ValueError(f"lora_config: {site.module} has r={site.rank}, expected an even number for 'orthogonal'")
+    if how == "mica" and (site.is_embedding or site.is_dora or site.rank > min(site.size)):
+        raise ValueError(
+            f"lora_config: {site.module} cannot begin by 'mica', which is for linear layers without DoRA and ranks up "
+            f"to their size {site.size}, got r={site.rank}"
+        )
 
 
 def _of_config(model: Model) -> nn.Module:
@@ -198,9 +221,7 @@ def _site(name: str, layer: LoraLayer, stored: Mapping[str, Places]) -> Site:
         raise ValueError(
             f"target_modules: {name} is a {type(base).__name__}, supported are Linear, Conv1D and Embedding"
         )
-    is_embedding, is_dora = kind is nn.Embedding, "default" in layer.lora_magnitude_vector
-    if is_embedding and is_dora:
-        raise ValueError(f"use_dora: {name} is an Embedding, supported are Linear and Conv1D")
+    is_embedding, is_dora = kind is nn.Embedding, "default" in (layer.lora_magnitude_vector or {})
     rows, columns = base.weight.shape
     places = _untied(f"{name}.weight", "target_modules", stored)
     dropout: Any = getattr(layer.lora_dropout["default"], "p", 0.0)

@@ -12,8 +12,9 @@ import torch.utils._pytree as torch_pytree
 
 from functional_booster.kernels import random, tree
 from functional_booster.precision import fp8
+from functional_booster.sharding.collectives import axis_index, leave
 
-from .nf4_weight import Nf4Rows, Nf4Weight
+from .quantized_weight import QuantizedRows, QuantizedWeight
 
 # What a weight has in common with its base. Other attributes and methods are the merged weight's.
 _DESCRIPTIONS = frozenset(
@@ -28,7 +29,8 @@ class Adapter:
 
     A (R, into), B (rows, R); of a table (V, D) it is the change of the transposed table. ``magnitude`` (rows,), with
     DoRA, is the norm that the rows are given (Liu et al. 2024, "DoRA"). With a ``key``, the adapter's input is dropped
-    at ``dropout``. (Hu et al. 2021, "LoRA".)
+    at ``dropout``. ``split``: the side of the weight, "out" or "into", of which this rank of "tp" has a part;
+    ``inputs``: how many the whole weight has. (Hu et al. 2021, "LoRA".)
     """
 
     A: Any
@@ -38,9 +40,11 @@ class Adapter:
     scaling: float = 1.0
     dropout: float = 0.0
     start: int = 0
+    split: str | None = None
+    inputs: int = 0
 
 
-tree.register(Adapter, ("A", "B", "magnitude", "key"), ("scaling", "dropout", "start"))
+tree.register(Adapter, ("A", "B", "magnitude", "key"), ("scaling", "dropout", "start", "split", "inputs"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +54,8 @@ class LoraWeight:
     ``F.linear`` with it as the weight, ``x @ w`` and ``torch.addmm(bias, x, w)`` of it as the (into, out) right factor,
     and ``F.embedding`` in it, add the adapters' products to the base's. Its transpose, another dtype of it, and the
     concatenation of such weights along dim 0 are such weights again. All else sees ``merged()``, a plain tensor.
-    ``base``: a tensor, an Fp8Weight or an Nf4Weight; ``is_transposed``: it is (into, out); ``is_embedding``: it is a
-    table (V, D).
+    ``base``: a tensor, an Fp8Weight or a QuantizedWeight; ``is_transposed``: it is (into, out); ``is_embedding``: it is
+    a table (V, D).
     """
 
     base: Any
@@ -105,7 +109,7 @@ class LoraWeight:
     def stand_in(self) -> torch.Tensor:
         """A tensor that is like the base in all but perhaps its values, for modules, which can hold nothing else."""
         base = fp8.plain(self.base)
-        if isinstance(base, (Nf4Weight, Nf4Rows)):
+        if isinstance(base, (QuantizedWeight, QuantizedRows)):
             return torch.empty((), dtype=base.dtype, device=base.device).expand(base.shape)
         return base
 
@@ -145,7 +149,7 @@ def _described(value: Any) -> Any:
 
 
 def _dense(base: Any) -> torch.Tensor:
-    return base.dense() if isinstance(base, (Nf4Weight, Nf4Rows)) else fp8.plain(base)
+    return base.dense() if isinstance(base, (QuantizedWeight, QuantizedRows)) else fp8.plain(base)
 
 
 def _delta(adapter: Adapter, dtype: torch.dtype) -> torch.Tensor:
@@ -154,14 +158,19 @@ def _delta(adapter: Adapter, dtype: torch.dtype) -> torch.Tensor:
 
 def _factor(adapter: Adapter, rows: torch.Tensor) -> torch.Tensor:
     """What DoRA multiplies the changed rows with, (rows, 1); their norm counts as a constant (DoRA, section 4.3)."""
-    norm = torch.linalg.norm(rows.detach() + _delta(adapter, rows.dtype).detach(), dim=1)
+    adapted = rows.detach() + _delta(adapter, rows.dtype).detach()
+    if adapter.split == "into":
+        norm = leave(adapted.square().sum(1), "tp").sqrt()
+    else:
+        norm = torch.linalg.norm(adapted, dim=1)
+        norm = torch.where(norm > 0, norm, 1.0) if adapter.split else norm  # rows that only pad
     return (adapter.magnitude.to(rows.dtype) / norm)[:, None]
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     if not is_weight(weight) or weight.is_transposed or weight.is_embedding:
         return NotImplemented
-    if isinstance(weight.base, (Nf4Weight, Nf4Rows)):
+    if isinstance(weight.base, (QuantizedWeight, QuantizedRows)):
         out = weight.base.linear(input)
         out = out if bias is None else out + bias
     else:
@@ -173,8 +182,9 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
 
 def _change(input: torch.Tensor, base: Any, adapter: Adapter) -> torch.Tensor:
     """What the adapter adds to the base's product with the input, (..., rows)."""
-    drops = adapter.key is not None and adapter.dropout > 0
-    dropped = random.dropout(input, adapter.dropout, adapter.key) if drops else input
+    dropped = input
+    if adapter.key is not None and adapter.dropout > 0:
+        dropped = _dropout(input, adapter)
     hidden = F.linear(dropped, adapter.A.to(input.dtype))
     low = F.linear(hidden, adapter.B.to(input.dtype)) * adapter.scaling
     if adapter.magnitude is None:
@@ -182,6 +192,16 @@ def _change(input: torch.Tensor, base: Any, adapter: Adapter) -> torch.Tensor:
     rows = _dense(base).to(input.dtype)[adapter.start : adapter.start + len(adapter.B)]
     factor = _factor(adapter, rows).view(-1)
     return (factor - 1) * F.linear(dropped, rows) + factor * low
+
+
+def _dropout(input: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """Dropout of the adapter's input (..., into): where a rank has a part of it, what one device drops there."""
+    if adapter.split != "into":
+        return random.dropout(input, adapter.dropout, adapter.key)
+    first = axis_index("tp").to(input.device, torch.int64) * input.shape[-1]
+    whole = (*input.shape[:-1], adapter.inputs)
+    start = (*[0] * (input.dim() - 1), first)
+    return random.dropout(input, adapter.dropout, adapter.key, global_shape=whole, start=start)
 
 
 def _placed(values: torch.Tensor, start: int, width: int) -> torch.Tensor:
@@ -203,11 +223,16 @@ def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1) -
 def _embedding(input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_weight(weight) or not weight.is_embedding:
         return NotImplemented
-    found = F.embedding(input, _dense(weight.base), *args, **kwargs)
+    out = found = F.embedding(input, _dense(weight.base), *args, **kwargs)
     for adapter in weight.adapters:
         hidden = F.embedding(input, adapter.A.to(found.dtype).t(), *args, **kwargs)
-        found = found + hidden @ adapter.B.to(found.dtype).t() * adapter.scaling
-    return found
+        low = hidden @ adapter.B.to(found.dtype).t() * adapter.scaling
+        if adapter.magnitude is None:
+            out = out + low
+        else:
+            factor = _factor(adapter, _dense(weight.base).t().to(found.dtype)).view(-1)
+            out = out + (factor - 1) * found + factor * low
+    return out
 
 
 def _cat(tensors: Any, dim: int = 0) -> Any:
@@ -219,8 +244,8 @@ def _cat(tensors: Any, dim: int = 0) -> Any:
         own = one.adapters if is_weight(one) else ()
         adapters += [replace(adapter, start=adapter.start + start) for adapter in own]
         start += one.shape[0]
-    is_quantized = any(isinstance(base, Nf4Weight) for base in bases)
-    return LoraWeight(Nf4Rows(tuple(bases)) if is_quantized else torch.cat(bases), tuple(adapters))
+    is_quantized = any(isinstance(base, QuantizedWeight) for base in bases)
+    return LoraWeight(QuantizedRows(tuple(bases)) if is_quantized else torch.cat(bases), tuple(adapters))
 
 
 def _transposed(input: Any, *dims: int) -> Any:

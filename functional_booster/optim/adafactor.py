@@ -58,12 +58,10 @@ def adafactor(
     decay = decayed(weight_decay, mask)
     direction = (scale_by_factored_rms(adafactor_decay(decay_rate), eps, min_dim_size_to_factor), *clipped)
     if momentum is None:
-        return chain(*direction, *decay, *scaled, scale_by_learning_rate(rate))
+        return chain(*direction, decay, *scaled, scale_by_learning_rate(rate))
     smoothed = trace(momentum, dampening=momentum, dampen_first=True)
     steps = chain(*direction, *scaled, scale_by_learning_rate(rate), smoothed)
-    if not decay:
-        return steps
-    return added(steps, chain(set_to_zero(), *decay, *scaled, scale_by_learning_rate(rate)))
+    return added(steps, chain(set_to_zero(), decay, *scaled, scale_by_learning_rate(rate)))
 
 
 def relative_step(warmup: bool = False) -> Callable[[Any], Any]:

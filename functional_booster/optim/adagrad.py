@@ -125,12 +125,14 @@ def adagrad(
         t = number_of(count)
         return 1 / (1 + (t - 1) * (at(lr_decay, t) if isinstance(t, torch.Tensor) else lr_decay))
 
-    return chain(
-        *ascent(maximize),
-        *decayed(weight_decay, mask),
-        scale_by_rss(initial_accumulator_value, eps),
-        *(() if is_zero(lr_decay) else (scale_by_schedule(slower),)),
-        scale_by_learning_rate(learning_rate),
+    return ascent(
+        maximize,
+        chain(
+            decayed(weight_decay, mask),
+            scale_by_rss(initial_accumulator_value, eps),
+            scale_by_schedule(slower),
+            scale_by_learning_rate(learning_rate),
+        ),
     )
 
 
@@ -144,11 +146,13 @@ def adadelta(
     maximize: bool = False,
 ) -> GradientTransformation:
     """AdaDelta (Zeiler 2012), as torch.optim.Adadelta."""
-    return chain(
-        *ascent(maximize),
-        *decayed(weight_decay, mask),
-        scale_by_adadelta(rho, eps),
-        scale_by_learning_rate(learning_rate),
+    return ascent(
+        maximize,
+        chain(
+            decayed(weight_decay, mask),
+            scale_by_adadelta(rho, eps),
+            scale_by_learning_rate(learning_rate),
+        ),
     )
 
 
@@ -164,12 +168,14 @@ def rmsprop(
     maximize: bool = False,
 ) -> GradientTransformation:
     """RMSProp (Tieleman and Hinton 2012), as torch.optim.RMSprop: the momentum is of steps before the learning rate."""
-    return chain(
-        *ascent(maximize),
-        *decayed(weight_decay, mask),
-        scale_by_rms(decay, eps, centered=centered),
-        *(() if is_zero(momentum) else (trace(momentum),)),
-        scale_by_learning_rate(learning_rate),
+    return ascent(
+        maximize,
+        chain(
+            decayed(weight_decay, mask),
+            scale_by_rms(decay, eps, centered=centered),
+            *(() if is_zero(momentum) else (trace(momentum),)),
+            scale_by_learning_rate(learning_rate),
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from .base import (
 )
 from .combine import chain
 from .decay import decayed
+from .fused import fused_adamw
 from .scaling import ascent, scale_by_learning_rate
 from .validate import check_dtype, check_scalar
 
@@ -96,17 +97,27 @@ def adamw(
     mask: tree.Mask | None = None,
     amsgrad: bool = False,
     maximize: bool = False,
+    fused: bool = False,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay where ``mask`` is True (Loshchilov and Hutter, arXiv 1711.05101).
 
-    ``-lr * (adam + weight_decay * params)``, as optax.adamw and torch.optim.AdamW.
+    ``-lr * (adam + weight_decay * params)``, as optax.adamw and torch.optim.AdamW. ``fused``: a step updates each
+    buffer in one pass, where this is its whole optimizer. Raises ValueError for ``fused`` with ``amsgrad``.
     """
-    return chain(
-        *ascent(maximize),
-        scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
-        *decayed(weight_decay, mask),
-        scale_by_learning_rate(learning_rate),
+    if fused and amsgrad:
+        raise ValueError("fused: got True with amsgrad=True, expected one of them")
+    tx = ascent(
+        maximize,
+        chain(
+            scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
+            decayed(weight_decay, mask),
+            scale_by_learning_rate(learning_rate),
+        ),
     )
+    if not fused:
+        return tx
+    options: Any = {"eps_root": eps_root, "weight_decay": weight_decay, "mask": mask, "maximize": maximize}
+    return tx._replace(fused=fused_adamw(learning_rate, b1, b2, eps, **options))
 
 
 def adam(
@@ -123,11 +134,13 @@ def adam(
     maximize: bool = False,
 ) -> GradientTransformation:
     """Adam; ``weight_decay`` is an L2 penalty inside the moments, as in torch.optim.Adam. For AdamW see ``adamw``."""
-    return chain(
-        *ascent(maximize),
-        *decayed(weight_decay, mask),
-        scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
-        scale_by_learning_rate(learning_rate),
+    return ascent(
+        maximize,
+        chain(
+            decayed(weight_decay, mask),
+            scale_by_adam(b1, b2, eps, eps_root, mu_dtype, amsgrad=amsgrad),
+            scale_by_learning_rate(learning_rate),
+        ),
     )
 
 

@@ -179,8 +179,8 @@ def _decaying(
 ) -> GradientTransformation:
     """``step`` with decay after it, or as an L2 penalty before it."""
     decay = decayed(weight_decay, mask)
-    before, after = ((), decay) if decoupled else (decay, ())
-    return chain(*ascent(maximize), *before, step, *after, scale_by_learning_rate(learning_rate))
+    links = (step, decay) if decoupled else (decay, step)
+    return ascent(maximize, chain(*links, scale_by_learning_rate(learning_rate)))
 
 
 def _check(b1: Scalar, b2: Scalar, eps: Scalar) -> None:

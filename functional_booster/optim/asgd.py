@@ -78,4 +78,4 @@ def asgd(
         slower = rate / (1 + at(lambd, t) * rate * t) ** at(alpha, t)
         return steps, AsgdState(state.count + 1, slower, 1 / (t - at(t0, t)).clamp(min=1.0), ax)
 
-    return chain(*ascent(maximize), *decayed(weight_decay, mask), GradientTransformation(init, update, elementwise))
+    return ascent(maximize, chain(decayed(weight_decay, mask), GradientTransformation(init, update, elementwise)))

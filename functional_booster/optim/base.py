@@ -21,15 +21,19 @@ ScalarOrSchedule: TypeAlias = Scalar | Schedule
 
 
 class GradientTransformation(NamedTuple):
-    """``init(params) -> state``, ``update(updates, state, params=None) -> (updates, state)`` and ``groups``.
+    """``init(params) -> state``, ``update(updates, state, params=None) -> (updates, state)``, ``groups``, ``fused``.
 
     ``groups(abstract) -> labels`` gives each leaf of a plain tree a hashable label: leaves of one label may lie side by
     side in one buffer, padded with zeros. None keeps a leaf in its own shape; ``groups=None`` keeps every leaf.
+
+    ``fused``, where there is one, is ``update`` and ``apply_updates`` in one pass over each buffer (optim/fused.py),
+    which a step may call instead. What composes a transformation with another one has no use for it, and drops it.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[..., tuple[Tree, Any]]
     groups: Callable[[Tree], Tree] | None = None
+    fused: Callable[..., tuple[Tree, Any]] | None = None
 
 
 def as_transformation(tx: Any) -> GradientTransformation:
@@ -127,8 +131,18 @@ def require_params(params: Tree | None, of: str) -> Tree:
 
 
 def evaluate(value: ScalarOrSchedule, count: torch.Tensor) -> Scalar:
-    """The schedule's value at step ``count``; a number or tensor is its own value."""
-    return value if isinstance(value, torch.Tensor) or not callable(value) else value(count)
+    """The schedule's value at step ``count``; a number or tensor is its own value.
+
+    Raises TypeError or ValueError for a schedule that gives anything but one number.
+    """
+    if isinstance(value, torch.Tensor) or not callable(value):
+        return value
+    found = value(count)
+    if not isinstance(found, torch.Tensor | int | float):
+        raise TypeError(f"schedule: it gave {type(found).__name__} at a step, expected a number or a 0-d tensor")
+    if isinstance(found, torch.Tensor) and found.dim():
+        raise ValueError(f"schedule: it gave a tensor of shape {tuple(found.shape)} at a step, expected a 0-d one")
+    return found
 
 
 def number_of(count: Any) -> Any:

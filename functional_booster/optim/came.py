@@ -79,6 +79,6 @@ def came(
         scale_by_factored_rms(b2, eps[0], min_dim_size_to_factor),
         clip_by_block_rms(clipping_threshold),
         scale_by_confidence(b1, b3, eps[1], min_dim_size_to_factor),
-        *decayed(weight_decay, mask),
+        decayed(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )

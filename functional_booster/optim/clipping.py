@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from functional_booster.kernels import flat, tree
+from functional_booster.kernels.global_norm import norm as norm_of
 from functional_booster.sharding.collectives import all_gather
 
 from .base import GradientTransformation, Scalar, Tree, at, device_of, elementwise, stateless, times
@@ -27,7 +28,7 @@ def global_norm(updates: Tree) -> torch.Tensor:
         return torch.zeros(())
     norms, device = [], device_of(updates)
     for axes, leaves in by_axes.items():
-        norm = _norm([torch.linalg.vector_norm(leaf, dtype=torch.float64).to(device) for leaf in leaves])
+        norm = _norm([norm_of(leaf).to(device) for leaf in leaves])
         norms.append(_norm(list(all_gather(norm, axes, tiled=False))) if axes else norm)
     wide = any(leaf.dtype == torch.float64 for leaves in by_axes.values() for leaf in leaves)
     return _norm(norms).to(torch.float64 if wide else torch.float32)

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from functional_booster.kernels import tree
 
-from .base import GradientTransformation, Scalar, Tree, add_scaled, elementwise, is_zero, require_params, stateless
+from .base import (
+    GradientTransformation,
+    Scalar,
+    Tree,
+    add_scaled,
+    elementwise,
+    identity,
+    is_zero,
+    require_params,
+    stateless,
+)
 from .partition import masked
 from .validate import check_scalar
 
@@ -25,10 +35,10 @@ def add_decayed_weights(weight_decay: Scalar = 0.0, mask: tree.Mask | None = Non
     return tx if mask is None else masked(tx, mask)
 
 
-def decayed(weight_decay: Scalar, mask: tree.Mask | None) -> tuple[GradientTransformation, ...]:
-    """The link that decays weights, if any do."""
+def decayed(weight_decay: Scalar, mask: tree.Mask | None) -> GradientTransformation:
+    """The link that decays weights. It hands updates through where none do: a chain's states keep their places."""
     link = add_decayed_weights(weight_decay, mask)
-    return () if is_zero(weight_decay) else (link,)
+    return identity() if is_zero(weight_decay) else link
 
 
 def matrices(params: Tree) -> Tree:

@@ -60,7 +60,7 @@ def lamb(
     """
     return chain(
         scale_by_adam(b1, b2, eps, eps_root, mu_dtype, debias=debias),
-        *decayed(weight_decay, mask),
+        decayed(weight_decay, mask),
         scale_by_trust_ratio(),
         scale_by_learning_rate(learning_rate),
     )

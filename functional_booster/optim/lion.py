@@ -11,6 +11,7 @@ from functional_booster.kernels import tree
 from .base import GradientTransformation, Scalar, ScalarOrSchedule, Tree, at, compute_dtype, elementwise
 from .combine import chain
 from .decay import decayed
+from .fused import fused_lion
 from .scaling import scale_by_learning_rate
 from .validate import check_dtype, check_scalar
 
@@ -49,6 +50,14 @@ def lion(
     mu_dtype: torch.dtype | None = None,
     weight_decay: Scalar = 1e-3,
     mask: tree.Mask | None = None,
+    *,
+    fused: bool = False,
 ) -> GradientTransformation:
-    """The sign of a momentum, and decoupled weight decay. (Chen et al. 2023, arXiv 2302.06675; optax: ``lion``.)"""
-    return chain(scale_by_lion(b1, b2, mu_dtype), *decayed(weight_decay, mask), scale_by_learning_rate(learning_rate))
+    """The sign of a momentum, and decoupled weight decay. (Chen et al. 2023, arXiv 2302.06675; optax: ``lion``.)
+
+    ``fused`` as for ``adamw``.
+    """
+    tx = chain(scale_by_lion(b1, b2, mu_dtype), decayed(weight_decay, mask), scale_by_learning_rate(learning_rate))
+    if not fused:
+        return tx
+    return tx._replace(fused=fused_lion(learning_rate, b1, b2, weight_decay=weight_decay, mask=mask))

@@ -133,7 +133,7 @@ def muon(
             ns_dtype=ns_dtype,
             adjust_lr_fn=adjust_lr_fn,
         ),
-        *decayed(weight_decay, mask),
+        decayed(weight_decay, mask),
         scale_by_learning_rate(learning_rate),
     )
     rest = adamw(

@@ -60,4 +60,4 @@ def rprop(
         steps = tree.map(lambda g, step: -g.sign() * step, prev, step_sizes)
         return steps, RpropState(state.count + 1, step_sizes, prev)
 
-    return chain(*ascent(maximize), GradientTransformation(init, update, elementwise))
+    return ascent(maximize, chain(GradientTransformation(init, update, elementwise)))

@@ -43,9 +43,15 @@ def scale(step_size: Scalar) -> GradientTransformation:
     return stateless(lambda updates, params: tree.map(lambda u: times(u, step_size), updates), elementwise)
 
 
-def ascent(maximize: bool) -> tuple[GradientTransformation, ...]:
-    """The link that makes an ascent of a descent, if it is to be one."""
-    return (scale(-1.0),) if maximize else ()
+def ascent(maximize: bool, descent: GradientTransformation) -> GradientTransformation:
+    """A descent, or the ascent with its state, if it is to be one."""
+    if not maximize:
+        return descent
+
+    def update(updates: Tree, state: Any, params: Tree | None = None) -> tuple[Tree, Any]:
+        return descent.update(tree.map(torch.neg, updates), state, params)
+
+    return GradientTransformation(descent.init, update, descent.groups)
 
 
 def set_to_zero() -> GradientTransformation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from .base import (
 )
 from .combine import chain
 from .decay import decayed
+from .fused import fused_sgd
 from .scaling import ascent, scale_by_learning_rate
 from .validate import check_dtype, check_scalar
 
@@ -78,15 +79,23 @@ def sgd(
     weight_decay: Scalar = 0.0,
     mask: tree.Mask | None = None,
     maximize: bool = False,
+    fused: bool = False,
 ) -> GradientTransformation:
     """Stochastic gradient descent with momentum, as torch.optim.SGD: no state where ``momentum`` is the number 0.
 
-    Raises ValueError for ``nesterov`` without momentum or with dampening.
+    ``fused`` as for ``adamw``. Raises ValueError for ``nesterov`` without momentum or with dampening, and for ``fused``
+    without momentum.
     """
     check_scalar("momentum", momentum)
     if nesterov and (is_zero(momentum) or not (isinstance(dampening, torch.Tensor) or is_zero(dampening))):
         raise ValueError(
             f"nesterov: got momentum={momentum} and dampening={dampening}, expected a momentum above 0 and no dampening"
         )
+    if fused and is_zero(momentum):
+        raise ValueError(f"fused: got True with momentum={momentum}, expected a momentum above 0")
     momenta = () if is_zero(momentum) else (trace(momentum, nesterov, accumulator_dtype, dampening=dampening),)
-    return chain(*ascent(maximize), *decayed(weight_decay, mask), *momenta, scale_by_learning_rate(learning_rate))
+    tx = ascent(maximize, chain(decayed(weight_decay, mask), *momenta, scale_by_learning_rate(learning_rate)))
+    if not fused:
+        return tx
+    options: Any = {"dampening": dampening, "weight_decay": weight_decay, "mask": mask, "maximize": maximize}
+    return tx._replace(fused=fused_sgd(learning_rate, momentum, nesterov, **options))
