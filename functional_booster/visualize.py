@@ -14,12 +14,14 @@ from functional_booster.sharding.mesh import Mesh
 from functional_booster.sharding.units import unit_of
 
 from .lowered import readable_bytes
+from .pipeline import picture
 from .trackers import read_jsonl
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from .pipeline import Schedule, Timeline
     from .state import TrainState
 
 Records = Iterable[Mapping[str, Any]]
@@ -96,6 +98,11 @@ def sharding(state: TrainState, path: str | os.PathLike[str] | None = None) -> F
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
+
+
+def schedule(what: Schedule | Timeline, path: str | os.PathLike[str] | None = None) -> Figure:
+    """The Gantt chart of a pipeline's schedule, or of a run's measured times: ``pipeline.draw``."""
+    return picture.draw(what, path)
 
 
 def _draw_bucket(axes: Axes, row: int, layout: flat.Layout, bucket: str, mesh: Mesh, colours: Any) -> None:

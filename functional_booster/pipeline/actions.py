@@ -90,6 +90,13 @@ class Schedule:
             self, actions=tuple(tuple(action for action in row if action.is_compute) for row in self.actions)
         )
 
+    def forwards(self) -> Schedule:
+        """The forwards alone, and their transfers: an evaluation."""
+        kinds = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION)
+        return dataclasses.replace(
+            self, actions=tuple(tuple(action for action in row if action.kind in kinds) for row in self.actions)
+        )
+
 
 def looped(ranks: int, chunks: int = 1) -> tuple[int, ...]:
     """The placement in which the stages go round the ranks ``chunks`` times: 0 1 2 0 1 2. (Narayanan et al. 2021.)"""

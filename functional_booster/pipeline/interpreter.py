@@ -6,155 +6,193 @@
 from __future__ import annotations
 
 import collections
-import operator
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 
 from functional_booster.kernels import tree
-from functional_booster.kernels.transforms import is_differentiable
 
 from .actions import Action, Kind, Schedule, send_after
 from .checking import check, execution_order
-from .differentiation import Stage, apart, whole
-from .program import Loss, Program
-from .transport import Mailboxes, Transport
+from .objective import Objective, Traced
+from .simulation import Span, Timeline
+from .transport import Mailboxes, Tensors, Transport
 
 Tree = tree.Tree
 Place = tuple[int, int]  # stage, microbatch
 
 
-def run(
-    schedule: Schedule, stages: Sequence[Stage], loss_fn: Loss, params: Sequence[Tree], microbatches: Sequence[Tree]
-) -> tuple[torch.Tensor, list[Tree]]:
-    """The loss summed over microbatches, and for each stage its gradient, computed as the schedule says.
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What a pipeline computes: ``objective`` of the parameters and each microbatch, and the gradient of its sum.
 
-    ``stages[0](params[0], microbatch)`` gives the activation that ``stages[1]`` gets, a tree of tensors, and so on;
-    ``loss_fn(y, microbatch)`` is the 0-d sum of the losses of a microbatch, from the last stage's output. Microbatches
-    may differ in shape. Where the schedule has whole backwards, nothing is computed twice; where it has the gradients
-    of input and weights apart, see ``differentiation.apart``. Gradients are None where a leaf is not differentiable,
-    and for every stage when the schedule has forwards alone. Raises ValueError for a schedule that is not legal
-    (``check``), and where the numbers of stages, params or microbatches are not the schedule's; TypeError where a stage
-    does not return tensors, or ``loss_fn`` no 0-d one.
+    ``cotangent`` (0-d): what each loss is multiplied by for the gradient, None: 1. ``accumulate``: the dtype in which
+    gradients are summed over microbatches, None: their own.
     """
-    program = _checked(schedule, Program(stages, loss_fn, params, microbatches))
-    boxes: dict[tuple[int, int], collections.deque[Tree]] = {}
-    ranks = [_Rank(schedule, program, rank, Mailboxes(rank, boxes)) for rank in range(schedule.ranks)]
+
+    objective: Objective
+    params: Tree
+    microbatches: Sequence[Tree]
+    cotangent: torch.Tensor | None = None
+    accumulate: torch.dtype | None = None
+
+    def require_fit(self, schedule: Schedule) -> None:
+        """Raise ValueError where the numbers of stages or microbatches are not the schedule's."""
+        given = {"stages": self.objective.split.stages, "microbatches": len(self.microbatches)}
+        expected = {"stages": schedule.stages, "microbatches": schedule.microbatches}
+        for name, number in expected.items():
+            if given[name] != number:
+                raise ValueError(f"{name}: {given[name]}, expected {number}, as {schedule.name} has")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a rank, or all of them, found.
+
+    ``results``: (loss, more) of each microbatch, where the last stage is held. ``gradients[stage]``: {leaf: gradient},
+    of the leaves that the stage uses; a leaf that several stages use has a term at each. ``timeline``: when which
+    action ran, in seconds, if it was asked for.
+    """
+
+    results: dict[int, Tree]
+    gradients: dict[int, dict[str, torch.Tensor]]
+    timeline: Timeline | None = None
+
+
+def run(schedule: Schedule, program: Program, measure: bool = False) -> Outcome:
+    """The results of every microbatch, and every stage's gradients, computed as the schedule says, in this process.
+
+    Microbatches may differ in shape. ``measure``: with a timeline, of the ranks' actions one after the other. Raises
+    ValueError for a schedule that is not legal (``check``), and where the numbers of stages or microbatches are not the
+    schedule's; TypeError where the objective returns anything but a 0-d loss and tensors.
+    """
+    check(schedule)
+    program.require_fit(schedule)
+    boxes: dict[tuple[int, int], collections.deque[Tensors]] = {}
+    ranks = [_Rank(schedule, program, rank, Mailboxes(rank, boxes), measure) for rank in range(schedule.ranks)]
     for rank, action in execution_order(schedule):
         ranks[rank].take(action)
-    loss = ranks[schedule.placement[-1]].loss
-    assert loss is not None  # a legal schedule has forwards
-    return loss, [ranks[rank].gradients.get(stage) for stage, rank in enumerate(schedule.placement)]
+    return Outcome(
+        ranks[schedule.placement[-1]].results,
+        {stage: found for state in ranks for stage, found in state.gradients.items()},
+        Timeline(schedule, tuple(tuple(state.spans) for state in ranks)) if measure else None,
+    )
 
 
-def run_rank(
-    schedule: Schedule,
-    stages: Sequence[Stage],
-    loss_fn: Loss,
-    params: Sequence[Tree],
-    microbatches: Sequence[Tree],
-    rank: int,
-    transport: Transport,
-) -> tuple[torch.Tensor | None, dict[int, Tree]]:
-    """``run`` for one rank: the loss where it holds the last stage (else None), and {stage: gradient} of its stages.
+def run_rank(schedule: Schedule, program: Program, rank: int, transport: Transport, measure: bool = False) -> Outcome:
+    """``run`` for one rank: the results where it holds the last stage, and the gradients of its stages.
 
-    All ranks give the same arguments but for ``rank`` and ``transport``; ``params`` of stages that the rank does not
-    hold give shapes and dtypes alone, and may be on the meta device. Raises as ``run`` does.
+    All ranks give the same arguments but for ``rank`` and ``transport``; parameters that the rank's stages do not use
+    give shapes and dtypes alone, and may be on the meta device. The timeline has this rank's spans alone. Raises as
+    ``run`` does.
     """
-    program = _checked(schedule, Program(stages, loss_fn, params, microbatches))
-    state = _Rank(schedule, program, rank, transport)
+    check(schedule)
+    program.require_fit(schedule)
+    state = _Rank(schedule, program, rank, transport, measure)
     for action in schedule.actions[rank]:
         state.take(action)
     transport.finish()
-    return state.loss, state.gradients
+    rows = tuple(tuple(state.spans) if each == rank else () for each in range(schedule.ranks))
+    return Outcome(state.results, state.gradients, Timeline(schedule, rows) if measure else None)
 
 
 class _Rank:
     """What a rank holds while it goes through its actions."""
 
-    def __init__(self, schedule: Schedule, program: Program, rank: int, transport: Transport) -> None:
+    def __init__(self, schedule: Schedule, program: Program, rank: int, transport: Transport, measure: bool) -> None:
         self.schedule, self.program, self.rank, self.transport = schedule, program, rank, transport
-        self.kinds = collections.defaultdict[Place, set[Kind]](set)
-        for action in schedule.actions[rank]:
-            self.kinds[action.stage, action.microbatch].add(action.kind)
-        self.inputs: dict[Place, Callable[[], Tree]] = {}  # wait for what the stage before has made
-        self.cotangents: dict[Place, Callable[[], Tree]] = {}  # wait for what the next stage has made
-        self.outgoing: dict[Action, Tree] = {}  # what the sends to come will send
-        self.residuals: dict[Place, Callable[..., Any]] = {}  # the backward that a forward left behind
-        self.boundaries: dict[Hashable, tuple[Tree, ...]] = {}  # by the microbatch's signature
-        self.loss: torch.Tensor | None = None
-        self.gradients: dict[int, Tree] = {}
+        self.names, self.params = tree.names(program.params), tree.leaves(program.params)
+        self.inputs: dict[Place, Callable[[], Tensors]] = {}  # wait for what the stage before has made
+        self.cotangents: dict[Place, Callable[[], Tensors]] = {}  # wait for what the next stage has made
+        self.outgoing: dict[Action, Tensors] = {}  # what the sends to come will send
+        self.residuals: dict[Place, Tensors] = {}  # what a forward, or an input gradient, left behind
+        self.results: dict[int, Tree] = {}
+        self.gradients: dict[int, dict[str, torch.Tensor]] = {}
+        self.measure, self.spans = measure, list[Span]()
+        self.trains = any(action.is_compute and action.kind is not Kind.FORWARD for action in schedule.actions[rank])
+
+    @functools.cached_property
+    def traces(self) -> list[Traced]:
+        """The graphs of each microbatch."""
+        program = self.program
+        return [program.objective.traced(program.params, microbatch) for microbatch in program.microbatches]
 
     @torch.no_grad()
     def take(self, action: Action) -> None:
         """Do the next action."""
-        place = action.stage, action.microbatch
+        measured = self.measure and action.is_compute
+        start = _now() if measured else 0.0
+        self._take(action)
+        if measured:
+            self.spans.append(Span(action, start, _now()))
+
+    def _take(self, action: Action) -> None:
+        place, graphs = (action.stage, action.microbatch), self.traces[action.microbatch].stages[action.stage]
         match action.kind:
             case Kind.FORWARD:
                 self._forward(action)
             case Kind.BACKWARD:
-                cotangent, weights = self.residuals.pop(place)(self.cotangents.pop(place)())
-                self._hand_on(action, cotangent)
-                self._accumulate(action.stage, weights)
+                found = graphs.backward([*self.residuals.pop(place), *self.cotangents.pop(place)()])
+                cotangents = len(graphs.sent_cotangents)
+                self._hand_on(action, found[:cotangents])
+                self._accumulate(action, found[cotangents:])
             case Kind.INPUT_GRAD:
-                cotangent, self.residuals[place] = self.residuals.pop(place)(self.cotangents.pop(place)())
-                self._hand_on(action, cotangent)
+                given = [*self.residuals.pop(place), *self.cotangents.pop(place)()]
+                sent, self.residuals[place] = graphs.apart[0](given)
+                self._hand_on(action, sent)
             case Kind.WEIGHT_GRAD:
-                self._accumulate(action.stage, self.residuals.pop(place)())
+                self._accumulate(action, graphs.apart[1](self.residuals.pop(place)))
             case Kind.SEND_ACTIVATION | Kind.SEND_GRADIENT:
                 self.transport.send(self.schedule.placement[action.other_stage], self.outgoing.pop(action))
             case Kind.RECV_ACTIVATION:
-                self.inputs[place] = self._receive(action, lambda: self._boundary(action.stage - 1, action.microbatch))
+                self.inputs[place] = self._receive(action, graphs.received)
             case Kind.RECV_GRADIENT:
-                self.cotangents[place] = self._receive(action, lambda: _differentiable(self._boundary(*place)))
+                self.cotangents[place] = self._receive(action, graphs.received_cotangents)
 
     def _forward(self, action: Action) -> None:
-        place, stage = (action.stage, action.microbatch), self.program.stage(action.stage, action.microbatch)
-        params, first = self.program.params[action.stage], action.stage == 0
-        x = self.program.microbatches[action.microbatch] if first else self.inputs.pop(place)()
-        if Kind.BACKWARD in self.kinds[place]:
-            y, self.residuals[place] = whole(stage, params, x, first)
-        elif Kind.INPUT_GRAD in self.kinds[place]:
-            y, self.residuals[place] = apart(stage, params, x, first)
+        place, trace = (action.stage, action.microbatch), self.traces[action.microbatch]
+        graphs = trace.stages[action.stage]
+        entries = tree.leaves(self.program.microbatches[action.microbatch])
+        received = self.inputs.pop(place)() if action.stage else []
+        given = [*(self.params[at] for at in graphs.parameters), *(entries[at] for at in graphs.entries), *received]
+        sent, residuals = graphs.forward(given)
+        if self.trains:
+            self.residuals[place] = residuals
+        if action.stage + 1 < self.schedule.stages:
+            self._hand_on(action, sent)
         else:
-            y = stage(params, x)
-        if action.stage + 1 == self.schedule.stages:
-            self.loss = y if self.loss is None else self.loss + y
-            self.cotangents[place] = lambda: torch.ones_like(y)
-        else:
-            self._hand_on(action, y)
+            self.results[action.microbatch] = tree.unflatten(trace.structure, sent)
+            seed = self.program.cotangent
+            device = sent[0].device
+            one = torch.ones((), dtype=torch.float32, device=device) if seed is None else seed
+            self.cotangents[place] = lambda: [one.to(device, torch.float32)]
 
-    def _hand_on(self, action: Action, value: Tree) -> None:
+    def _hand_on(self, action: Action, values: Tensors) -> None:
         """To another rank, when its send comes; to another stage of this rank, at once."""
         stage = action.stage + 1 if action.kind is Kind.FORWARD else action.stage - 1
         if (send := send_after(self.schedule, action)) is not None:
-            self.outgoing[send] = value
+            self.outgoing[send] = values
         elif stage >= 0:
             arrived = self.inputs if action.kind is Kind.FORWARD else self.cotangents
-            arrived[stage, action.microbatch] = lambda: value
+            arrived[stage, action.microbatch] = lambda: values
 
-    def _receive(self, action: Action, like: Callable[[], Tree]) -> Callable[[], Tree]:
+    def _receive(self, action: Action, like: Sequence[torch.Tensor]) -> Callable[[], Tensors]:
         return self.transport.receive(self.schedule.placement[action.other_stage], like)
 
-    def _boundary(self, stage: int, microbatch: int) -> Tree:
-        """The shapes of what a stage makes of a microbatch."""
-        signature = self.program.signature(microbatch)
-        if signature not in self.boundaries:
-            self.boundaries[signature] = self.program.boundaries(microbatch)
-        return self.boundaries[signature][stage]
-
-    def _accumulate(self, stage: int, gradient: Tree) -> None:
-        known = self.gradients.get(stage)
-        self.gradients[stage] = gradient if known is None else tree.map(operator.add, known, gradient)
+    def _accumulate(self, action: Action, terms: Tensors) -> None:
+        graphs, known = self.traces[action.microbatch].stages[action.stage], self.gradients.setdefault(action.stage, {})
+        for at, term in zip(graphs.gradients, terms, strict=True):
+            name = self.names[at]
+            if name in known:
+                known[name] = known[name].add_(term)
+            else:
+                known[name] = term.to(self.program.accumulate or term.dtype)
 
 
-def _checked(schedule: Schedule, program: Program) -> Program:
-    check(schedule)
-    program.require_fit(schedule)
-    return program
-
-
-def _differentiable(activation: Tree) -> Tree:
-    """Its cotangent's leaves: None where there is none."""
-    return tree.map(lambda leaf: leaf if is_differentiable(leaf) else None, activation)
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
