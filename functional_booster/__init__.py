@@ -51,7 +51,7 @@ from .jit import Jitted, RecompileWarning, jit
 from .launch import launch, launch_from_openmpi, launch_from_slurm, launch_from_torch
 from .lazy import LazyInitContext
 from .models.model import Model
-from .plugins import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
+from .plugins import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from .rank_failure import RankFailure
 from .state import TrainState
 
@@ -69,6 +69,7 @@ __all__ = [
     "FP16NaiveMixedPrecision",
     "FP16TorchMixedPrecision",
     "GeminiPlugin",
+    "HybridParallelPlugin",
     "Jitted",
     "LazyInitContext",
     "LowLevelZeroPlugin",

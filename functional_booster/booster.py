@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,20 +12,24 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, initial, optim, step
+from functional_booster import booster_io, checkpoint, hf_checkpoint, imperative, initial, step
 from functional_booster.kernels import flat, random, tree
 from functional_booster.precision import MixedPrecision, Policy, resumed
 from functional_booster.sharding import shards
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.mesh import Replicated, spmd
 
+from .arguments import check_model, device_of, transformation_of
 from .eval_step import build as build_eval_step
 from .hf_reading import Report
 from .loss_call import LossFn
 from .models.model import Model
+from .pipeline import PipelineParallel
+from .pipeline import train_step as pipelined
+from .pipeline.execute_pipeline import execute_pipeline
 from .plugins import Plan, Plugin, max_norm_under, plan, precision_under
 from .plugins.dataloaders import check_tail
-from .state import TrainState, assemble, check_params
+from .state import TrainState, assemble, check_params, check_state
 from .train_step import TrainStep, build, guarded, off_the_tape
 
 Tree = tree.Tree
@@ -51,7 +55,7 @@ class Booster:
     precision: MixedPrecision = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "device", _device(self.device))
+        object.__setattr__(self, "device", device_of(self.device))
         object.__setattr__(self, "plan", plan(self.plugin, self.mesh, self.device.type))
         object.__setattr__(self, "mesh", self.plan.mesh if self.plugin is not None else None)
         object.__setattr__(self, "precision", precision_under(self.plan.plugin, self.mixed_precision))
@@ -68,23 +72,21 @@ class Booster:
         ``params`` starts from given weights instead. On processes, each must call it, and the first one's values hold.
         Raises ValueError with the whole list of names where ``params`` does not fit the model.
         """
-        if not isinstance(model, Model):
-            raise TypeError(
-                f"model: {type(model).__name__}, expected a fb.Model; for an nn.Module: fb.functionalize(module)"
-            )
-        stream = random.fold_in(key, 1)
+        check_model(model)
+        transformation, stream = transformation_of(tx), random.fold_in(key, 1)
         if params is None:
             values = model.leaves(key.to(self.device))  # born where they will live
         else:
             check_params(params, model.abstract)
             values = iter(tree.named_leaves(params).items())
-        return initial.state(model, optim.as_transformation(tx), values, stream, self.precision, self.plan, self.device)
+        return initial.state(model, transformation, values, stream, self.precision, self.plan, self.device)
 
     def abstract(self, model: Model, tx: Any) -> TrainState:
         """The TrainState that ``init`` would make, with ArrayInfo leaves: nothing is computed, no memory is used."""
+        check_model(model)
         with FakeTensorMode(allow_non_fake_inputs=True):
             key = torch.empty(2, dtype=torch.int32)
-            state = initial.state(model, optim.as_transformation(tx), None, key, self.precision, self.plan, self.device)
+            state = initial.state(model, transformation_of(tx), None, key, self.precision, self.plan, self.device)
         return tree.map(ArrayInfo.of, state)
 
     def train_step(
@@ -97,7 +99,7 @@ class Booster:
         skip_nonfinite: bool = True,
         jit: bool = True,
         donate: bool = True,
-    ) -> TrainStep:
+    ) -> TrainStep | pipelined.PipelineStep:
         """The function ``(state, batch) -> (state, metrics)``: forward, backward, clipping and update, as one graph.
 
         ``loss_fn(params, batch, key)`` returns ``(sum, weight)``, ``(sum, weight, aux)`` or a mean over rows; ``key``
@@ -112,18 +114,26 @@ class Booster:
         skipped, loss_scale, and aux.
         """
         max_norm = max_norm_under(self.plan.plugin, max_norm)
-        recipe = step.Recipe(loss_fn, optim.as_transformation(tx), self.precision, accumulate, max_norm, skip_nonfinite)
-        return build(recipe, self.plan, jit, donate)
+        recipe = step.Recipe(loss_fn, transformation_of(tx), self.precision, accumulate, max_norm, skip_nonfinite)
+        if not isinstance(self.plan.plugin, PipelineParallel):
+            return build(recipe, self.plan, jit, donate)
+        if accumulate != 1:
+            raise ValueError(f"accumulate: {accumulate} with a pipeline, expected 1: num_microbatches is the plugin's")
+        return pipelined.build(recipe, self.plan, jit, donate)
 
     def eval_step(self, loss_fn: LossFn, *, jit: bool = True) -> Callable[[TrainState, Tree], step.Metrics]:
         """The function ``(state, batch) -> metrics`` (loss, tokens, aux): no key, no dropout, no gradients, no change.
 
         The ``loss_fn`` of the training will do: own and functionalized models drop nothing here, ``train=True`` or not.
+        Raises ValueError for a state of another plugin, mesh or precision, as the train step does.
         """
-        return build_eval_step(loss_fn, self.precision, jit)
+        if isinstance(self.plan.plugin, PipelineParallel):
+            return pipelined.PipelineEval(loss_fn, self.precision, self.plan, jit)
+        return build_eval_step(loss_fn, self.precision, self.plan, jit)
 
     def full_params(self, state: TrainState) -> Tree:
         """The whole parameter tree in fresh storage, in the dtype it is stored in; on processes, each must call it."""
+        check_state("state", state)
         mesh = state.plan.mesh
 
         def local(storage: flat.Flat, frozen: flat.Flat | None) -> Replicated:
@@ -137,6 +147,7 @@ class Booster:
 
     def shard(self, params: Tree, like: TrainState) -> TrainState:
         """``like`` with these parameters, laid out as its own: the inverse of ``full_params``. Raises as ``init``."""
+        check_state("like", like)
         check_params(params, like.abstract.tree)
         placed = tree.map(lambda leaf, info: leaf.to(self.device, info.dtype), params, like.abstract.tree)
         storage, frozen = initial.laid_out(placed, like.layouts, like.plan)
@@ -172,6 +183,18 @@ class Booster:
             raise TypeError(f"optimizer: {type(optimizer).__name__}, expected the one that boost returned")
         optimizer.backward(loss)
 
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: imperative.BoostedModel,
+        criterion: Callable[[Any, Any], torch.Tensor],
+        optimizer: imperative.BoostedOptimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """{"loss", "outputs"} of the next batch, forward and backward through a pipeline: ``execute_pipeline``."""
+        return execute_pipeline(data_iter, model, criterion, optimizer, return_loss, return_outputs)
+
     def no_sync(self, model: Any = None, optimizer: Any = None) -> contextlib.AbstractContextManager[None]:
         """A context in which ``backward`` adds gradients up on each rank; the next one outside synchronizes them.
 
@@ -185,13 +208,13 @@ class Booster:
         pretrained_dir: str | os.PathLike[str] | None = None,
         lora_config: Any = None,
         bnb_quantization_config: Any = None,
-        quantize: bool = False,
+        quantize: bool | str = False,
     ) -> Any:
         """The module with peft's adapters, new by ``lora_config`` (a peft.LoraConfig) or from ``pretrained_dir``.
 
         Call it before ``boost``, and give the optimizer the parameters of what it returns; of a fb.Model it makes a
-        ``lora.LoraModel``. ``quantize``: frozen linear layers are stored in NF4, by torch alone. Raises as
-        ``lora.enable``, ImportError without peft, ValueError for a ``bnb_quantization_config``.
+        ``lora.LoraModel``. ``quantize``: frozen linear layers are stored in NF4 (True or "nf4") or "int8", by
+        torch alone. Raises as ``lora.enable``, ImportError without peft, ValueError for a ``bnb_quantization_config``.
         """
         from . import lora  # peft is an extra, and takes seconds to import
 
@@ -239,6 +262,7 @@ class Booster:
 
         Raises FileNotFoundError for a path that is no checkpoint, ValueError with the whole list of leaves that differ.
         """
+        check_state("like", like)
         state = checkpoint.load(path, like, self.device)
         return state.replace(loss_scale=resumed(self.precision.scaling, state.loss_scale))
 
@@ -345,22 +369,3 @@ class Booster:
     def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | os.PathLike[str]) -> None:
         """Load what ``save_lr_scheduler`` wrote. Raises ValueError for another scheduler's state."""
         booster_io.load_lr_scheduler(lr_scheduler, checkpoint)
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f'device: {device!r}, expected "cpu", "cuda" or "cuda:N"') from error
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    if chosen.type != "cuda":
-        raise ValueError(f'device: {str(chosen)!r}, expected "cpu", "cuda" or "cuda:N"')
-    index = (
-        chosen.index if chosen.index is not None else torch.cuda.current_device() if torch.cuda.is_available() else 0
-    )
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device: {str(chosen)!r}, but this machine has {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)

@@ -16,16 +16,19 @@ from functional_booster.sharding.rows import Microbatch, share_out
 from .hooks import mean_metrics
 from .jit import jit
 from .loss_call import LossFn
+from .plugins import Plan
 from .state import TrainState, on_ranks
-from .train_step import check, guarded, without_tape
+from .train_step import check, guarded, require_own, without_tape
 
 Tree = tree.Tree
 
 
 def build(
-    loss_fn: LossFn, precision: MixedPrecision, compiled: bool
+    loss_fn: LossFn, precision: MixedPrecision, plan: Plan, compiled: bool
 ) -> Callable[[TrainState, Tree], dict[str, torch.Tensor]]:
     """The function ``(state, batch) -> metrics``: loss, tokens and aux of a batch of any number of rows."""
+    if not callable(loss_fn):
+        raise TypeError(f"loss_fn: {type(loss_fn).__name__}, expected a function (params, batch, key) -> (sum, weight)")
 
     def evaluate(state: TrainState, batch: Tree, counts: torch.Tensor | None = None) -> step.Metrics:
         def local(state: TrainState, batch: Tree, counts: torch.Tensor | None) -> Replicated:
@@ -47,6 +50,7 @@ def build(
     def eval_step(state: TrainState, batch: Tree) -> step.Metrics:
         with guarded("eval step", state):
             check(state, batch)
+            require_own(state, plan, precision)
             shared = share_out(batch, state.plan.mesh, state.plan.plugin.data_axes)
             return one(state, shared[0]) if len(shared) == 1 else mean_metrics(one, state, shared)
 

@@ -118,6 +118,10 @@ def explain(
     train_step = booster.train_step(
         _energy if loss_fn is None else loss_fn, _unchanged(state) if tx is None else tx, accumulate=accumulate
     )
+    if not isinstance(train_step, TrainStep):
+        raise ValueError(
+            f"booster: {booster.plan.plugin}, expected a plugin without a pipeline, whose step is no graph"
+        )
     with FakeTensorMode(allow_non_fake_inputs=True):
         local = _of_one_rank(state, booster.device)
         rows = torch.empty(accumulate, device=booster.device) if batch is None else batch

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from functional_booster.kernels import random, tree
 from functional_booster.models.model import Model, Tree
 
+from .arguments import check_model
 from .optim.validate import check_integer, check_scalar
 from .state import TrainState, check_params
 
@@ -38,7 +39,8 @@ def generate(
     the latest tokens only. Every token costs a forward pass over the row. Raises TypeError or ValueError, naming the
     argument.
     """
-    _check_model(model, params)
+    check_model(model)
+    _check_params(model, params)
     _check_prompt(model, params, prompt)
     _check_options(model, key, max_new_tokens, temperature, top_k, top_p, eos_token_id, pad_token_id)
     window = _longest(model) or prompt.shape[1] + max_new_tokens
@@ -104,11 +106,7 @@ def _longest(model: Model) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
-def _check_model(model: Any, params: Tree) -> None:
-    if not isinstance(model, Model):
-        raise TypeError(
-            f"model: {type(model).__name__}, expected a fb.Model; for an nn.Module: fb.functionalize(module)"
-        )
+def _check_params(model: Model, params: Tree) -> None:
     if isinstance(params, TrainState):
         raise TypeError("params: TrainState, expected a tree of parameters: state.params")
     check_params(params, model.abstract)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import traceback
 import types
 import warnings
@@ -11,11 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import optree
 import torch
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from functional_booster.kernels import graph as graphs
-from functional_booster.kernels import tree
+from functional_booster.kernels import in_place, tree
 from functional_booster.sharding import environment
 from functional_booster.sharding.overlap import overlap
 
@@ -231,21 +233,22 @@ def _trace(jitted: Jitted, call: _Call) -> tuple[Lowered, _Outputs]:
 
     try:
         with environment.bind(outline=True):
-            traced = overlap(graphs.trace(flat, [call.leaves[place] for place in places]))
+            traced = in_place.rewrite(overlap(graphs.trace(flat, [call.leaves[place] for place in places])))
     except GuardOnDataDependentSymNode as error:
         raise TypeError(
-            f"jit: {jitted.__name__} asks for the value of a tensor{_where(jitted.fn, error)}, but it is traced "
+            f"jit: {jitted.__name__} asks for the value of a tensor{_where(error)}, but it is traced "
             "without values: use torch.where, or jit=False"
         ) from error
     names = tuple(call.names[place] for place in places)
     return Lowered(jitted.__name__, traced, names, tuple(donated[place] for place in places)), recorded[0]
 
 
-def _where(fn: Callable[..., Any], error: BaseException) -> str:
-    """The innermost line of the traced function's own file, as far as it can be told."""
-    file = getattr(getattr(inspect.unwrap(fn), "__code__", None), "co_filename", None)
-    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" (line {lines[-1].lineno}: {lines[-1].line})" if lines else ""
+def _where(error: BaseException) -> str:
+    """The innermost line that is the user's own: not torch's, nor optree's, nor this package's."""
+    ours = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__, optree.__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame for frame in frames if not frame.filename.startswith(ours)]
+    return f" ({os.path.basename(lines[-1].filename)}, line {lines[-1].lineno}: {lines[-1].line})" if lines else ""
 
 
 def _assign(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -35,7 +36,7 @@ def evaluate(
     except KeyError as error:
         name = error.args[0] if error.args else None
         if isinstance(batch, Mapping) and isinstance(name, str) and name not in batch and name.isidentifier():
-            raise KeyError(f"loss_fn looked for {name!r}, which is not in the batch: it has {sorted(batch)}") from error
+            raise KeyError(_missing(name, batch, params)) from error
         raise
     form = "expected a 0-d mean, (sum, weight) or (sum, weight, aux)"
     parts = result if isinstance(result, tuple) else (result,)
@@ -94,6 +95,14 @@ def check_batch(batch: Tree, device: torch.device) -> None:
             "batch: no rows in it (dim 0 of each leaf is the batch's rows); a process whose share of a global batch is "
             "empty hands in a StandIn, which prepare_dataloader makes"
         )
+
+
+def _missing(name: str, batch: Mapping[Any, Any], params: Tree) -> str:
+    """What is wrong where a loss looked for a name that the batch does not have: perhaps it meant another model."""
+    lacking = f"loss_fn looked for {name!r}, which is not in the batch: it has {sorted(batch)}"
+    if not isinstance(params, Mapping) or name in params:
+        return lacking
+    return f"{lacking}; nor is it in params: they have {reprlib.repr(sorted(params))}"
 
 
 def _scalar(name: str, value: Any, loss: torch.Tensor) -> torch.Tensor:

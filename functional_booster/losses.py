@@ -8,6 +8,7 @@ device.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
@@ -17,7 +18,9 @@ import torch.nn.functional as F
 
 from functional_booster.kernels import cross_entropy as kernel
 from functional_booster.kernels import graph
+from functional_booster.sharding import sequence
 from functional_booster.sharding.remat import remat
+from functional_booster.sharding.tensor import log_softmax_statistics
 
 CHUNK_ELEMENTS = 1 << 27  # logits held at a time by linear_next_token: 512 MiB in float32
 
@@ -125,6 +128,7 @@ def linear_next_token(
     z_loss: float = 0.0,
     softcap: float | None = None,
     weights: torch.Tensor | None = None,
+    vocab_size: int | None = None,
 ) -> Loss:
     """``next_token(hidden @ head.T, labels)`` without ever holding the logits: hidden (B, T, D), head (V, D).
 
@@ -132,9 +136,24 @@ def linear_next_token(
     the forward pass, when one is wanted, in the operands' dtype with sums over chunks in float32 at least; for float16
     in the backward, from logits that are computed again, since there the cotangent carries the loss scale. Second
     derivatives are right, and forward mode works, at the cost of holding the logits. Raises as ``cross_entropy``.
+
+    Under a plugin that splits: ``vocab_size`` says that ``head`` is this rank's part over "tp" of (vocab_size, D), and
+    hidden varying over it; where ranks share tokens, hidden may be of this rank's (B, t, D), labels and weights of all.
+    Sums and gradients are then those of the whole; the logits are computed again in the backward.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
-    _check("hidden", hidden, labels, weights, rank=3)
+    _check_tensor("hidden", hidden)
+    _check_tensor("labels", labels)
+    fewer = hidden.dim() == 3 and labels.dim() == 2 and hidden.shape[1] < labels.shape[1]
+    axes = sequence.token_axes() if fewer else ()
+    if axes:
+        targets = sequence.own_tokens(_next(labels, ignore_index))
+        weights = None if weights is None else sequence.own_tokens(_next(weights, 0))
+        _check("hidden", hidden, targets, weights, rank=3)
+    else:
+        _check("hidden", hidden, labels, weights, rank=3)
+        targets = _next(labels, ignore_index)
+        weights = None if weights is None else _next(weights, 0)
     _check_tensor("head", head)
     if head.dim() != 2 or head.shape[1] != hidden.shape[-1]:
         raise ValueError(f"head: shape {tuple(head.shape)}, expected (V, {hidden.shape[-1]}), as hidden's last dim")
@@ -144,16 +163,19 @@ def linear_next_token(
         chunk_size = 1 << max(0, (CHUNK_ELEMENTS // head.shape[0]).bit_length() - 1)
     elif chunk_size < 1:
         raise ValueError(f"chunk_size: {chunk_size}, expected a positive number of tokens")
-    targets = _next(labels, ignore_index)
-    counted = _weights(targets, None if weights is None else _next(weights, 0), options, hidden.dtype)
+    counted = _weights(targets, weights, options, hidden.dtype)
     operands = (hidden.flatten(0, 1), head, targets.flatten(), counted.flatten())
     wanted = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
-    if hidden.dtype == torch.float16:  # gradients need the cotangent's scale from the start: computed in the backward
+    if vocab_size is not None:
+        total = _total(*operands, options, chunk_size, remat, functools.partial(_split_token_losses, vocab_size))
+    elif hidden.dtype == torch.float16:  # gradients need the cotangent's scale from the start: from the backward
         total = _total(*operands, options, chunk_size, remat)
     elif wanted and "Jvp" not in graph.transforms():
         total = _Fused.apply(*operands, options, chunk_size)[0]
     else:  # also right where a gradient is wanted after all, from outside a vmap; then it costs the logits
         total = _total(*operands, options, chunk_size)
+    if axes:
+        return sequence.total(total), sequence.total(counted.sum())
     return total, counted.sum()
 
 
@@ -230,6 +252,22 @@ def _token_losses(logits: torch.Tensor, labels: torch.Tensor, options: Options) 
     )
 
 
+def _split_token_losses(vocab_size: int, logits: torch.Tensor, labels: torch.Tensor, options: Options) -> torch.Tensor:
+    """``_token_losses`` of logits (N, V / ranks) of which each rank along "tp" has a part: varying -> invariant."""
+    valid = labels != options.ignore_index
+    logits = _masked(logits, labels, options).to(torch.promote_types(logits.dtype, torch.float32))
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    found = log_softmax_statistics(logits, labels, vocab_size, "tp")
+    losses = found["logsumexp"] - found["at"]
+    if options.label_smoothing:
+        even = found["logsumexp"] - found["sum"] / vocab_size
+        losses = (1 - options.label_smoothing) * losses + options.label_smoothing * even
+    if options.z_loss:
+        losses = losses + options.z_loss * found["logsumexp"].square()
+    return torch.where(valid, losses, 0)
+
+
 def _total(
     hidden: torch.Tensor,
     head: torch.Tensor,
@@ -238,11 +276,14 @@ def _total(
     options: Options,
     chunk_size: int,
     wrap: Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]] = lambda of_chunk: of_chunk,
+    token_losses: Callable[[torch.Tensor, torch.Tensor, Options], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Hidden (N, D), head (V, D), labels and weights (N) -> the weighted sum, 0-d: the definition, chunk by chunk."""
 
+    of_tokens = token_losses or _token_losses
+
     def of_chunk(h: torch.Tensor, head: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return (_token_losses(F.linear(_masked(h, y, options), head), y, options) * w).sum()
+        return (of_tokens(F.linear(_masked(h, y, options), head), y, options) * w).sum()
 
     summed = wrap(of_chunk)
     chunks = zip(*(operand.split(chunk_size) for operand in (hidden, labels, weights)), strict=True)

@@ -129,6 +129,12 @@ def on_ranks(state: TrainState) -> TrainState:
     return replace(state, **wrapped)
 
 
+def check_state(argument: str, state: Any) -> None:
+    """Raise TypeError, naming the argument, for what is no TrainState."""
+    if not isinstance(state, TrainState):
+        raise TypeError(f"{argument}: {type(state).__name__}, expected a TrainState (booster.init makes one)")
+
+
 def check_params(params: Tree, abstract: Tree) -> None:
     """Raise ValueError listing every leaf of ``params`` that is missing, unexpected or of another shape."""
     given, wanted = tree.named_leaves(params), tree.named_leaves(abstract)

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from functional_booster import optim
 from functional_booster.kernels import flat, graph, random, transforms, tree
 from functional_booster.precision import LossScale, MixedPrecision, Policy, autocasting, cast, stochastic_round
-from functional_booster.sharding import environment, shards
+from functional_booster.sharding import environment, shards, tensor
 from functional_booster.sharding.abstract import ArrayInfo
 from functional_booster.sharding.collectives import axis_index, axis_size, pmax, psum
 from functional_booster.sharding.mesh import own, spmd
@@ -131,8 +131,9 @@ def gradients(
 def computing(precision: MixedPrecision, state: TrainState) -> Generator[None]:
     """Around a loss function or a module: inputs come, and ops run, in the precision's dtypes."""
     compute = precision.policy.compute if precision.cast_inputs else None
-    axes = state.plan.plugin.data_axes
-    with environment.bind(compute=compute, data_axes=axes), autocasting(precision.autocast, state.step.device.type):
+    plugin = state.plan.plugin
+    bound = {"data_axes": plugin.data_axes, "token_axes": getattr(plugin, "token_axes", ())}
+    with environment.bind(compute=compute, **bound), autocasting(precision.autocast, state.step.device.type):
         yield
 
 
@@ -160,9 +161,10 @@ def gathered(precision: MixedPrecision, plugin: Plugin, prepared: Prepared) -> T
     policy = precision.policy
     frozen = None if prepared.frozen is None else plugin.gather(prepared.frozen, policy)
     params = assemble(plugin.gather(prepared.trained, policy), frozen)
+    layouts = [part.layout for part in (prepared.trained, prepared.frozen) if part is not None]
+    params = tensor.own_parts(params, layouts)
     if precision.fp8 is None:
         return params
-    layouts = [part.layout for part in (prepared.trained, prepared.frozen) if part is not None]
     return precision.fp8.mark(params, frozenset().union(*(layout.kept_names for layout in layouts)))
 
 
@@ -234,20 +236,18 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
     unscaled = inverse if sums.share is None else inverse * (sums.share / state.loss_scale.factor)
     norm = optim.global_norm(sums.grads).to(torch.float64) * unscaled
     factor = 1.0 if recipe.max_norm is None else (recipe.max_norm / (norm + 1e-6)).clamp_max(1.0)
-    grads = tree.map(lambda grad, leaf: _scaled(grad, factor * unscaled, leaf.dtype), sums.grads, state.storage)
-    grads = shards.at_home(grads)  # each buffer is updated where it is stored
+    finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
+    skips = recipe.skip_nonfinite or scaling is not None
     try:
-        updates, opt_state = recipe.tx.update(grads, state.opt_state, state.storage)
+        updated, opt_state = _applied(recipe, state, sums.grads, factor * unscaled, finite if skips else None)
     except Exception as error:
         _check_opt_state(recipe, state, error)
         raise
-    storage = plugin.settle(_applied(recipe.precision, state, updates), state.step + 1)
-    finite = norm.isfinite() & sums.weight.isfinite() & (sums.weight >= 0)
+    storage = plugin.settle(updated, state.step + 1)
     buffers = agreed(sums.buffers, state.buffers, plugin.data_axes, sums.counted)
-    skips = recipe.skip_nonfinite or scaling is not None
     if skips:
-        new, old = (storage, opt_state, buffers), (state.storage, state.opt_state, state.buffers)
-        storage, opt_state, buffers = select(finite, new, old)
+        storage = storage if storage is updated else select(finite, storage, updated)
+        buffers = select(finite, buffers, state.buffers)
     done = finite.to(state.step.dtype) if skips else torch.ones_like(state.step)
     new = state.replace(
         step=state.step + done,
@@ -269,27 +269,54 @@ def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, M
     return new, metrics if learning_rate is None else {**metrics, "lr": learning_rate}
 
 
-def _applied(precision: MixedPrecision, state: TrainState, updates: Tree) -> flat.Flat:
-    """The storage with the updates added; in bfloat16 rounded by chance, if the precision says so."""
-    if not precision.stochastic_rounding:
-        return optim.apply_updates(state.storage, updates)
+def _applied(
+    recipe: Recipe, state: TrainState, grads: Tree, factor: torch.Tensor, finite: torch.Tensor | None
+) -> tuple[flat.Flat, Tree]:
+    """The storage and the optimizer's state after the update; those before it where ``finite`` (0-d bool) is False.
+
+    What is stored in bfloat16 is rounded by chance, if the precision says so.
+    """
+    keys = _rounding_keys(state) if recipe.precision.stochastic_rounding else None
+    if recipe.tx.fused is not None:
+        here = shards.at_home(grads)  # each buffer is updated where it is stored
+        return recipe.tx.fused(here, state.opt_state, state.storage, factor=factor, keep=finite, keys=keys)
+    scaled = tree.map(lambda grad, leaf: _scaled(grad, factor, leaf.dtype), grads, state.storage)
+    updates, opt_state = recipe.tx.update(shards.at_home(scaled), state.opt_state, state.storage)
+    storage = optim.apply_updates(state.storage, updates) if keys is None else _rounded(state.storage, updates, keys)
+    new, old = (storage, opt_state), (state.storage, state.opt_state)
+    return new if finite is None else select(finite, new, old)
+
+
+def _rounding_keys(state: TrainState) -> flat.Flat:
+    """A key for each buffer of the storage that is in bfloat16; ranks that hold the same round alike, others apart."""
     key, layout = random.fold_in(random.fold_in(state.key, state.position), _ROUNDING), state.storage.layout
 
-    def added(place: int, name: str, stored: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-        if stored.dtype != torch.bfloat16:
-            return (stored + update).to(stored.dtype)
-        axes = layout.axes[name]  # ranks that hold the same round alike, others apart
+    def of(place: int, name: str, stored: torch.Tensor | None) -> torch.Tensor | None:
+        if stored is None or stored.dtype != torch.bfloat16:
+            return None
+        axes = layout.axes[name]
         part = random.fold_in(random.fold_in(key, place), axis_index(axes) if axes else 0)
-        bits = random.bits(part.to(stored.device), tuple(stored.shape))
-        return stochastic_round(stored.float() + update.float(), bits)
+        return part.to(stored.device)
+
+    buffers = enumerate(state.storage.buffers.items())
+    return flat.Flat({name: of(place, name, stored) for place, (name, stored) in buffers}, layout)
+
+
+def _rounded(storage: flat.Flat, updates: flat.Flat, keys: flat.Flat) -> flat.Flat:
+    """The storage with the updates added, rounded by the keys that there are."""
+
+    def added(stored: torch.Tensor, update: torch.Tensor, key: torch.Tensor | None) -> torch.Tensor:
+        if key is None:
+            return (stored + update).to(stored.dtype)
+        return stochastic_round(stored.float() + update.float(), random.bits(key, tuple(stored.shape)))
 
     buffers = {
         name: stored
         if stored is None or updates.buffers[name] is None
-        else added(place, name, stored, updates.buffers[name])
-        for place, (name, stored) in enumerate(state.storage.buffers.items())
+        else added(stored, updates.buffers[name], keys.buffers[name])
+        for name, stored in storage.buffers.items()
     }
-    return flat.Flat(buffers, layout)
+    return flat.Flat(buffers, storage.layout)
 
 
 def select(condition: torch.Tensor, new: Tree, old: Tree) -> Tree:

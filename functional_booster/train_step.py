@@ -21,7 +21,7 @@ from .jit import Jitted, jit
 from .loss_call import check_batch
 from .lowered import Lowered
 from .plugins import Plan
-from .state import TrainState, on_ranks
+from .state import TrainState, check_state, on_ranks
 
 Tree = tree.Tree
 
@@ -89,7 +89,7 @@ class TrainStep:
     def _microbatches(self, state: TrainState, batch: Tree) -> list[Microbatch]:
         """The batch as the mesh's ranks take it, cut into microbatches."""
         check(state, batch)
-        _require_own(state, self.plan, self.recipe.precision)
+        require_own(state, self.plan, self.recipe.precision)
         return share_out(batch, state.plan.mesh, state.plan.plugin.data_axes, self.recipe.accumulate)
 
     @property
@@ -189,7 +189,7 @@ def guarded(what: str, state: Any, ahead: int = 0) -> contextlib.AbstractContext
     return watchdog.guard(what, int(state.position) + ahead if known else None)
 
 
-def _require_own(state: TrainState, plan: Plan, precision: MixedPrecision) -> None:
+def require_own(state: TrainState, plan: Plan, precision: MixedPrecision) -> None:
     """Raise ValueError for a state that a Booster of another plugin, mesh or precision made, saying what differs."""
     if state.plan is plan and state.precision is precision:
         return
@@ -205,6 +205,5 @@ def _require_own(state: TrainState, plan: Plan, precision: MixedPrecision) -> No
 
 
 def check(state: TrainState, batch: Tree) -> None:
-    if not isinstance(state, TrainState):
-        raise TypeError(f"state: {type(state).__name__}, expected a TrainState (booster.init makes one)")
+    check_state("state", state)
     check_batch(batch, state.step.device)

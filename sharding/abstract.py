@@ -22,7 +22,9 @@ class ArrayInfo:
     """A leaf of the abstract tree: global shape, dtype, how it is split, how it is born, and whether it is trained.
 
     ``initializer(key, shape, dtype) -> Tensor`` makes its value; None for a leaf that only a checkpoint or a module
-    fills. An ArrayInfo is a leaf, not a node: trees of them have the structure of the trees they describe.
+    fills. An ArrayInfo is a leaf, not a node: trees of them have the structure of the trees they describe. ``grain``:
+    elements of a dim that is split which stay on one rank, such as a head's. ``uneven``: what becomes of the leaf where
+    the ranks do not divide its grains: "pad" the last ranks, or "replicate" it.
     """
 
     shape: tuple[int, ...]
@@ -30,6 +32,8 @@ class ArrayInfo:
     spec: PartitionSpec = PartitionSpec()
     initializer: Initializer | None = None
     trainable: bool = True
+    grain: int = 1
+    uneven: str = "pad"
 
     @property
     def size(self) -> int:

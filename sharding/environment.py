@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from functional_booster.kernels import choice
+
 
 @dataclass(frozen=True, eq=False)
 class Axis:
@@ -41,7 +43,8 @@ class Environment:
     regions become opaque calls. ``marks``: a joint graph is traced to be cut, so named values leave a mark in it.
     ``evaluating``: nothing is dropped, and no key is asked for, whatever ``train`` says. ``compute``: the dtype that
     floating-point inputs of functionalized modules are cast to. ``stands_in``: the rows here count nothing, as others
-    stand in for some that a rank lacks; on a virtual mesh, those of some ranks.
+    stand in for some that a rank lacks; on a virtual mesh, those of some ranks. ``token_axes``: those over which own
+    models split the tokens of a row.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -51,12 +54,20 @@ class Environment:
     evaluating: bool = False
     compute: torch.dtype | None = None
     stands_in: bool = False
+    token_axes: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What a graph traced in this environment depends on, hashable."""
+        """What a graph traced in this environment depends on, hashable: the choice of kernels, too."""
         flags = (self.outline, self.evaluating, self.stands_in)
-        return (self.data_axes, *flags, self.compute, *(axis.key for axis in self.axes))
+        return (
+            self.data_axes,
+            self.token_axes,
+            *flags,
+            self.compute,
+            choice.current(),
+            *(axis.key for axis in self.axes),
+        )
 
     @property
     def indices(self) -> tuple[torch.Tensor, ...]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from functional_booster.kernels import choice, transforms, tree
 from functional_booster.kernels import graph as graphs
-from functional_booster.kernels import transforms, tree
 
 from . import region
 from .checkpoint_policies import Policy, everything_saveable, nothing_saveable
@@ -70,7 +70,7 @@ def remat(fn: Callable[..., Tree], policy: Policy = nothing_saveable) -> Callabl
 def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
     leaves, structure = tree.flatten(args)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    environment, same_dtypes = current(), _autocast_now()
+    environment, same_dtypes, kernels = current(), _autocast_now(), choice.current()
     indices = environment.indices  # operands, as every batched tensor must be
     structures: list[tree.Structure] = []
 
@@ -78,7 +78,7 @@ def _recompute(fn: Callable[..., Tree], args: tuple[Tree, ...]) -> Tree:
         filled = list(leaves)
         for place, tensor in zip(places, tensors[len(indices) :], strict=True):
             filled[place] = tensor
-        with restore(environment.at(tensors[: len(indices)])), same_dtypes():
+        with restore(environment.at(tensors[: len(indices)])), same_dtypes(), choice.restore(kernels):
             outputs, out_structure = tree.flatten(fn(*tree.unflatten(structure, filled)))
         structures[:] = [out_structure]
         return tuple(outputs)

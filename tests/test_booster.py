@@ -442,8 +442,15 @@ class TestBadInput:
         with pytest.raises(KeyError, match=r"loss_fn looked for 'y', which is not in the batch: it has \['x'\]"):
             booster.train_step(loss_fn, TX, jit=False)(state, {"x": rows(2)["x"]})
 
+    def test_a_loss_of_another_model_says_what_the_parameters_are(
+        self, booster: fb.Booster, state: fb.TrainState
+    ) -> None:
+        message = r"looked for 'head', .* it has \['x', 'y'\]; nor is it in params: they have \['in', 'out'\]"
+        with pytest.raises(KeyError, match=message):
+            booster.train_step(lambda params, batch: params["head"].sum(), TX, jit=False)(state, rows(2))
+
     def test_a_state_of_another_booster(self, booster: fb.Booster) -> None:
-        step = booster.train_step(loss_fn, TX)
+        step, eval_step = booster.train_step(loss_fn, TX), booster.eval_step(loss_fn)
         plugin, mesh = fb.TorchDDPPlugin(), fb.virtual_mesh(2)
         for other, message in (
             (fb.Booster("cpu", "bf16"), r"mixed_precision\.policy: Policy\(.*bfloat16.*, expected Policy\("),
@@ -454,10 +461,12 @@ class TestBadInput:
             ),
         ):
             state = other.init(MODEL, TX, key=fb.random.key(0))
-            with pytest.raises(ValueError, match=rf"(?s)state: not one of the step's Booster .*{message}"):
-                step(state, rows(4))
+            for run in (step, eval_step):
+                with pytest.raises(ValueError, match=rf"(?s)state: not one of the step's Booster .*{message}"):
+                    run(state, rows(4))
             assert int(state.step) == 0  # not consumed
         same = fb.Booster("cpu", "fp32").init(MODEL, TX, key=fb.random.key(0))
+        assert eval_step(same, rows(4))["tokens"] == 4
         assert int(step(same, rows(4))[0].step) == 1
 
     @pytest.mark.parametrize(
@@ -501,13 +510,26 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"in\.w: torch\.int64, expected torch\.float64"):
             booster.init(MODEL, TX, key=fb.random.key(0), params=params)
 
-    def test_other_types(self, booster: fb.Booster, state: fb.TrainState) -> None:
-        with pytest.raises(TypeError, match="state: dict, expected a TrainState"):
-            booster.train_step(loss_fn, TX)({}, rows(2))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match=r"model: Linear, expected a fb\.Model"):
-            booster.init(torch.nn.Linear(2, 2), TX, key=fb.random.key(0))  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="loss_fn: int"):
-            booster.train_step(3, TX)  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            (lambda b: b.train_step(loss_fn, TX)({}, rows(2)), "state: dict, expected a TrainState"),
+            (lambda b: b.eval_step(loss_fn)(None, rows(2)), "state: NoneType, expected a TrainState"),
+            (lambda b: b.full_params({}), "state: dict, expected a TrainState"),
+            (lambda b: b.shard({}, {}), "like: dict, expected a TrainState"),
+            (lambda b: b.load("nothing", like=None), "like: NoneType, expected a TrainState"),
+            (lambda b: b.init(torch.nn.Linear(2, 2), TX, key=fb.random.key(0)), r"model: Linear, expected a fb\.Model"),
+            (lambda b: b.abstract(torch.nn.Linear(2, 2), TX), r"model: Linear, expected a fb\.Model"),
+            (lambda b: b.abstract(MODEL, None), "tx: a transformation is .*, got NoneType"),
+            (lambda b: b.init(MODEL, 1e-3, key=fb.random.key(0)), "tx: a transformation is .*, got float"),
+            (lambda b: b.train_step(loss_fn, 1e-3), "tx: a transformation is .*, got float"),
+            (lambda b: b.train_step(3, TX), "loss_fn: int"),
+            (lambda b: b.eval_step(3), "loss_fn: int"),
+        ],
+    )
+    def test_other_types(self, call: Any, message: str, booster: fb.Booster) -> None:
+        with pytest.raises(TypeError, match=message):
+            call(booster)
 
 
 @pytest.mark.parametrize("form", [fb.region, fb.remat, lambda fn: fb.remat(fn, fb.checkpoint_policies.dots_saveable)])

@@ -318,8 +318,15 @@ def test_asking_for_a_value_names_the_line() -> None:
             return x
         return -x
 
-    with pytest.raises(TypeError, match=r"jit: fn asks for the value of a tensor \(line \d+: if x.sum\(\) > 0:\)"):
+    line = r"asks for the value of a tensor \(test_jit.py, line \d+: if x.sum\(\) > 0:\)"
+    with pytest.raises(TypeError, match=f"jit: fn {line}"):
         fb.jit(fn)(torch.ones(2))
+    model = fb.Model(lambda key: {"w": torch.ones(2)}, lambda params: fn(params["w"]), {"w": fb.ArrayInfo((2,))})
+    booster, tx = fb.Booster("cpu"), fb.optim.sgd(0.1)
+    state = booster.init(model, tx, key=fb.random.key(0))
+    step = booster.train_step(lambda params, batch: model.apply(params).sum(), tx)
+    with pytest.raises(TypeError, match=f"jit: train_step {line}"):  # the user's own line, not the step's
+        step(state, {"x": torch.ones(1)})
 
 
 def test_collectives_are_listed() -> None:

@@ -208,7 +208,7 @@ REFUSED = [
     (GeminiPlugin, {"shard_param_frac": 1.5}, ValueError, "shard_param_frac: 1.5, expected a number up to 1"),
     (GeminiPlugin, {"offload_param_frac": 0.5}, ValueError, "offload_param_frac: 0.5, which asks for"),
     (GeminiPlugin, {"hidden_dim": 0}, ValueError, "hidden_dim: got 0"),
-    (GeminiPlugin, {"tp_size": 2}, ValueError, "tp_size: 2 is not supported, expected 1"),
+    (GeminiPlugin, {"tp_size": 2, "placement_policy": "auto"}, ValueError, "tp_size: 2 with placement_policy='auto'"),
     (GeminiPlugin, {"chunk_config_dict": {}}, ValueError, "chunk_config_dict: {} is not supported"),
 ]
 

@@ -434,7 +434,7 @@ def test_what_is_offloaded_stays_on_the_host(
 ) -> None:
     """On a GPU that is none: fake tensors raise where an op meets tensors of two devices."""
     gpu = torch.device("cuda", 0)
-    monkeypatch.setattr(booster_module, "_device", lambda device: gpu)
+    monkeypatch.setattr(booster_module, "device_of", lambda device: gpu)
     monkeypatch.setattr(initial, "fill", lambda *_: None)  # copies from a GPU that is none are not faked
     booster = fb.Booster("cuda", precision, plugin)
     recipe = step.Recipe(loss_fn, fb.optim.as_transformation(OPTIMIZERS[tx]), booster.precision, max_norm=1.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from processes import run_on_ranks
 
 import functional_booster as fb
-from functional_booster import eval_step, testing
+from functional_booster import testing
 from functional_booster.plugins import GeminiPlugin
 from functional_booster.precision import DynamicScaling, MixedPrecision
 from functional_booster.sharding.rows import StandIn, portion
@@ -92,14 +92,13 @@ def test_rows_have_the_key_of_their_microbatch(rows: int, accumulate: int) -> No
 
 @pytest.mark.parametrize(("name", "jit"), [*((name, False) for name in PLUGINS), ("fsdp", True)])
 def test_an_eval_step_equals_one_device(name: str, jit: bool) -> None:
-    problem, booster = testing.small(11), booster_of(PLUGINS[name], 4)
-    state = booster.init(problem.model, problem.tx, key=KEY)
-    alone = booster_of(None, 1).init(problem.model, problem.tx, key=KEY)
-    evaluate = eval_step.build(problem.loss_fn, booster.precision, jit)
-    expected = eval_step.build(problem.loss_fn, booster.precision, False)
+    problem, booster, alone = testing.small(11), booster_of(PLUGINS[name], 4), booster_of(None, 1)
+    state, other = (each.init(problem.model, problem.tx, key=KEY) for each in (booster, alone))
+    evaluate = booster.eval_step(problem.loss_fn, jit=jit)
+    expected = alone.eval_step(problem.loss_fn, jit=False)
     for rows in (11,) if jit else (3, 11):  # shares of 3 rows and of 2; ranks without rows
         batch = first(problem.batch, rows)
-        close(evaluate(state, batch), expected(alone, batch))
+        close(evaluate(state, batch), expected(other, batch))
 
 
 def test_gradients_of_a_scaled_loss_are_weighed_alike() -> None:

@@ -29,8 +29,9 @@ _PARAMS = ("storage", "frozen")
 class Leaf:
     """A leaf of ``shape`` in ``buffer``: as it is (offset None), or a range of a flat bucket that begins at ``offset``.
 
-    ``axes`` are the mesh axes that split the bucket; ``stacked``: the mesh's dims stand in front of the buffer's, which
-    is an ArrayInfo in an abstract state.
+    Of a leaf with a ``cut`` each rank along its axis, the first of ``axes``, has a part in a range of its own, in
+    buckets that follow one another, each of ``each`` elements. ``axes`` are the mesh axes that split the bucket;
+    ``stacked``: the mesh's dims stand in front of the buffer's, which is an ArrayInfo in an abstract state.
     """
 
     shape: tuple[int, ...]
@@ -39,6 +40,8 @@ class Leaf:
     stacked: bool = False
     offset: int | None = None
     axes: tuple[str, ...] = ()
+    cut: flat.Cut | None = None
+    each: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +83,9 @@ def of_flat(values: flat.Flat, mesh: Mesh) -> dict[str, Leaf]:
         buffer = values.buffers[slot.bucket]
         if buffer is not None:
             axes = () if slot.offset is None else _axes(values, slot.bucket, mesh)
-            found[slot.name] = Leaf(slot.shape, buffer, mesh, mesh.virtual, slot.offset, axes)
+            cut = values.layout.cuts.get(slot.bucket) and slot.cut
+            each = values.layout.local.size(slot.bucket) if cut else 0
+            found[slot.name] = Leaf(slot.shape, buffer, mesh, mesh.virtual, slot.offset, axes, cut, each)
     return found
 
 
@@ -93,6 +98,10 @@ def padding(state: TrainState) -> list[Leaf]:
             if buffer is None or slots[0].offset is None:
                 continue
             axes, mesh = _axes(node, bucket, state.plan.mesh), state.plan.mesh
+            if bucket in node.layout.cuts:
+                own = of_flat(flat.Flat({**dict.fromkeys(node.buffers), bucket: buffer}, node.layout), mesh)
+                found += [Leaf((hi - lo,), buffer, mesh, mesh.virtual, lo, axes) for lo, hi in _gaps(own.values())]
+                continue
             ends = [0, *((slot.offset or 0) + slot.size for slot in slots)]
             starts = [*(slot.offset or 0 for slot in slots), node.layout.size(bucket)]
             gaps = ((end, start) for end, start in zip(ends, starts, strict=True) if end < start)
@@ -106,14 +115,42 @@ def pieces(leaf: Leaf) -> list[Piece]:
         return []
     if leaf.offset is None:
         return [Piece((), 0, leaf.size, 0)]
-    length, end = leaf.buffer.shape[-1], leaf.offset + leaf.size
+    length = leaf.buffer.shape[-1]
     sizes = [leaf.mesh.extent(axis) for axis in leaf.axes]
     found = []
-    for number in range(leaf.offset // length, (end - 1) // length + 1):
-        first, last = max(leaf.offset, number * length), min(end, (number + 1) * length)
-        place = _unraveled(number, sizes)
-        found.append(Piece(place, first - leaf.offset, last - leaf.offset, first - number * length))
-    return found
+    for start, at, size in _runs(leaf):
+        for number in range(at // length, (at + size - 1) // length + 1):
+            first, last = max(at, number * length), min(at + size, (number + 1) * length)
+            place = _unraveled(number, sizes)
+            found.append(Piece(place, start + first - at, start + last - at, first - number * length))
+    return found if leaf.cut is None else sorted(found, key=lambda piece: piece.start)
+
+
+def _runs(leaf: Leaf) -> Iterator[tuple[int, int, int]]:
+    """(first element of the leaf, its place in the whole bucket, how many lie there side by side)."""
+    assert leaf.offset is not None
+    if leaf.cut is None:
+        yield 0, leaf.offset, leaf.size
+        return
+    cut, size = leaf.cut, leaf.shape[leaf.cut.dim]
+    outer, inner = math.prod(leaf.shape[: cut.dim]), math.prod(leaf.shape[cut.dim + 1 :])
+    for rank in range(cut.ranks):
+        if length := cut.length(leaf.shape, rank):
+            begin = leaf.offset + rank * leaf.each
+            for row in range(outer):
+                start = (row * size + rank * cut.part) * inner
+                yield start, begin + row * cut.part * inner, length * inner
+
+
+def _gaps(found: Iterable[Leaf]) -> Iterator[tuple[int, int]]:
+    """(begin, end) of what no leaf has of the whole bucket that all of them are in."""
+    leaves = list(found)
+    runs = sorted((at, at + size) for leaf in leaves if leaf.size for _, at, size in _runs(leaf))
+    end = 0
+    for first, last in (*runs, (leaves[0].each * (leaves[0].cut.ranks if leaves[0].cut else 1), 0)):
+        if end < first:
+            yield end, first
+        end = max(end, last)
 
 
 def held(leaf: Leaf) -> list[Piece]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from functional_booster.kernels import random
-from functional_booster.sharding.collectives import enter
+from functional_booster.sharding import sequence
 from functional_booster.sharding.region import region
 
 from . import config as configs
@@ -75,16 +75,15 @@ def gpt2(config: Any = None, **keywords: Any) -> Model:
 
 def _abstract(config: GPT2Config) -> Tree:
     width, inner, std = config.n_embd, config.n_inner or 4 * config.n_embd, config.initializer_range
+    head_dim = width // config.n_head
     residual_std = std / math.sqrt(2 * config.n_layer)  # GPT-2, section 2.3: two residual additions a layer
 
     def block() -> Tree:
         return {
             "ln_1": layers.norm(width, bias=True),
             "attn": {
-                "q": layers.column_parallel(width, width, std, bias=True),
-                "k": layers.column_parallel(width, width, std, bias=True),
-                "v": layers.column_parallel(width, width, std, bias=True),
-                "c_proj": layers.row_parallel(width, width, residual_std, bias=True),
+                **{name: layers.column_parallel(width, width, std, bias=True, grain=head_dim) for name in "qkv"},
+                "c_proj": layers.row_parallel(width, width, residual_std, bias=True, grain=head_dim),
             },
             "ln_2": layers.norm(width, bias=True),
             "mlp": {
@@ -94,7 +93,7 @@ def _abstract(config: GPT2Config) -> Tree:
         }
 
     abstract = {
-        "wte": layers.embedding(config.vocab_size, width, std),
+        "wte": layers.vocabulary(config.vocab_size, width, std),
         "wpe": layers.embedding(config.n_positions, width, std),
         "h": [block() for _ in range(config.n_layer)],
         "ln_f": layers.norm(width, bias=True),
@@ -103,7 +102,7 @@ def _abstract(config: GPT2Config) -> Tree:
 
 
 def _head(params: Tree) -> torch.Tensor:
-    """The output embedding (V, D)."""
+    """The output embedding (V, D); over "tp" this rank's part of it."""
     return params.get("lm_head", params["wte"])["weight"]
 
 
@@ -117,14 +116,22 @@ def _hidden(
     key: torch.Tensor | None = None,
     train: bool = False,
 ) -> torch.Tensor:
-    """The hidden state (B, T, D) after the final norm. A position beyond ``n_positions`` fails in the lookup."""
+    """The hidden state (B, T, D) after the final norm, of this rank's tokens.
+
+    A position beyond ``n_positions`` fails in the lookup.
+    """
     layers.check_tokens(input_ids, ("n_positions", config.n_positions), attention_mask, position_ids)
     key = layers.dropout_key(key, train, config.embd_pdrop, config.attn_pdrop, config.resid_pdrop)
     embedding_key, blocks_key = (None, None) if key is None else random.split(key, 2).unbind()
     places = params["wpe"]["weight"]
-    placed = layers.looked_up(places, slice(input_ids.shape[1]) if position_ids is None else position_ids)
-    x = layers.looked_up(params["wte"]["weight"], input_ids) + placed
-    x = layers.dropout(x, config.embd_pdrop, embedding_key)
+    x = layers.embedded(params["wte"]["weight"], input_ids)
+    if position_ids is None and not sequence.token_axes():
+        x = x + layers.looked_up(places, slice(input_ids.shape[1]))
+    else:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
+        x = x + layers.looked_up(places, sequence.own_tokens(position_ids))
+    x = layers.dropout_of_tokens(x, config.embd_pdrop, embedding_key)
     mask = None if attention_mask is None else layers.padding_mask(attention_mask, x.dtype)
     block = region(functools.partial(_block, config))
     for index, layer in enumerate(params["h"]):
@@ -135,14 +142,16 @@ def _hidden(
 def _block(
     config: GPT2Config, params: Tree, x: torch.Tensor, mask: torch.Tensor | None, key: torch.Tensor | None
 ) -> torch.Tensor:
-    """One layer: (B, T, D) -> (B, T, D), invariant over "tp"."""
+    """One layer: (B, t, D) -> (B, t, D), invariant over "tp"."""
     weights_key, attention_key, mlp_key = (None,) * 3 if key is None else random.split(key, 3).unbind()
-    h = enter(layers.layer_norm(params["ln_1"], x, config.layer_norm_epsilon), "tp")
+    h = sequence.columns(layers.layer_norm(params["ln_1"], x, config.layer_norm_epsilon), "tp")
     h = _attention(config, params["attn"], h, mask, weights_key)
-    x = x + layers.dropout(h, config.resid_pdrop, attention_key)
-    h = enter(layers.layer_norm(params["ln_2"], x, config.layer_norm_epsilon), "tp")
+    x = x + layers.dropout_of_tokens(h, config.resid_pdrop, attention_key)
+    h = sequence.columns(layers.layer_norm(params["ln_2"], x, config.layer_norm_epsilon), "tp")
     h = layers.ACTIVATIONS[config.activation_function](layers.linear(params["mlp"]["c_fc"], h))
-    return x + layers.dropout(layers.linear_and_leave(params["mlp"]["c_proj"], h), config.resid_pdrop, mlp_key)
+    return x + layers.dropout_of_tokens(
+        layers.linear_and_leave(params["mlp"]["c_proj"], h), config.resid_pdrop, mlp_key
+    )
 
 
 def _attention(
@@ -151,4 +160,5 @@ def _attention(
     head_dim = config.n_embd // config.n_head
     q, k, v = layers.heads([params[name] for name in "qkv"], x, head_dim)
     scale = head_dim**-0.5 if config.scale_attn_weights else 1.0
-    return layers.linear_and_leave(params["c_proj"], layers.attention(q, k, v, mask, scale, config.attn_pdrop, key))
+    out = layers.attention(q, k, v, mask, scale, config.attn_pdrop, key, config.n_head)
+    return layers.linear_and_leave(params["c_proj"], out)

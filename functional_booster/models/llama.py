@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from functional_booster.kernels import random
-from functional_booster.sharding.collectives import enter
+from functional_booster.kernels import random, rotary
+from functional_booster.sharding import sequence
 from functional_booster.sharding.region import region
 
 from . import config as configs
@@ -136,16 +136,17 @@ def _abstract(config: LlamaConfig) -> Tree:
         config.head_dim,
     )
     queries, values = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim  # type: ignore[operator]
-    bias, mlp_bias = config.attention_bias, config.mlp_bias
+    bias, mlp_bias, grain = config.attention_bias, config.mlp_bias, head_dim or 1
+    grouped = "pad" if queries == values else "replicate"  # a group's keys and values are on each of its ranks
 
     def block() -> Tree:
         return {
             "input_layernorm": layers.norm(width, bias=False),
             "self_attn": {
-                "q_proj": layers.column_parallel(queries, width, std, bias),
-                "k_proj": layers.column_parallel(values, width, std, bias),
-                "v_proj": layers.column_parallel(values, width, std, bias),
-                "o_proj": layers.row_parallel(width, queries, std, bias),
+                "q_proj": layers.column_parallel(queries, width, std, bias, grain),
+                "k_proj": layers.column_parallel(values, width, std, bias, grain, grouped),
+                "v_proj": layers.column_parallel(values, width, std, bias, grain, grouped),
+                "o_proj": layers.row_parallel(width, queries, std, bias, grain),
             },
             "post_attention_layernorm": layers.norm(width, bias=False),
             "mlp": {
@@ -156,7 +157,7 @@ def _abstract(config: LlamaConfig) -> Tree:
         }
 
     abstract = {
-        "embed_tokens": layers.embedding(config.vocab_size, width, std),
+        "embed_tokens": layers.vocabulary(config.vocab_size, width, std),
         "layers": [block() for _ in range(config.num_hidden_layers)],
         "norm": layers.norm(width, bias=False),
     }
@@ -164,7 +165,7 @@ def _abstract(config: LlamaConfig) -> Tree:
 
 
 def _head(params: Tree) -> torch.Tensor:
-    """The output embedding (V, D)."""
+    """The output embedding (V, D); over "tp" this rank's part of it."""
     return params.get("lm_head", params["embed_tokens"])["weight"]
 
 
@@ -178,15 +179,15 @@ def _hidden(
     key: torch.Tensor | None = None,
     train: bool = False,
 ) -> torch.Tensor:
-    """The hidden state (B, T, D) after the final norm."""
+    """The hidden state (B, T, D) after the final norm, of this rank's tokens."""
     limit = ("max_position_embeddings", config.max_position_embeddings)
     layers.check_tokens(input_ids, limit, attention_mask, position_ids)
     key = layers.dropout_key(key, train, config.attention_dropout)
-    x = layers.looked_up(params["embed_tokens"]["weight"], input_ids)
+    x = layers.embedded(params["embed_tokens"]["weight"], input_ids)
     if position_ids is None:
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
     frequencies = _frequencies(config.rope_parameters, config.head_dim, input_ids.device)  # type: ignore[arg-type]
-    tables = layers.rotary_tables(frequencies, position_ids)
+    tables = layers.rotary_tables(frequencies, _own_positions(position_ids))
     mask = None if attention_mask is None else layers.padding_mask(attention_mask, x.dtype)
     block = region(functools.partial(_block, config))
     for index, layer in enumerate(params["layers"]):
@@ -202,11 +203,11 @@ def _block(
     mask: torch.Tensor | None,
     key: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One layer: (B, T, D) -> (B, T, D), invariant over "tp"."""
-    h = enter(layers.rms_norm(params["input_layernorm"], x, config.rms_norm_eps), "tp")
-    x = x + _attention(config, params["self_attn"], h, tables, mask, key)
-    h = enter(layers.rms_norm(params["post_attention_layernorm"], x, config.rms_norm_eps), "tp")
-    return x + layers.gated_mlp(params["mlp"], h, config.hidden_act)
+    """One layer: (B, t, D) -> (B, t, D), invariant over "tp"."""
+    h = sequence.columns(layers.rms_norm(params["input_layernorm"], x, config.rms_norm_eps), "tp")
+    attended = _attention(config, params["self_attn"], h, tables, mask, key)
+    h, x = layers.add_rms_norm(params["post_attention_layernorm"], attended, x, config.rms_norm_eps)
+    return x + layers.gated_mlp(params["mlp"], sequence.columns(h, "tp"), config.hidden_act)
 
 
 def _attention(
@@ -218,10 +219,21 @@ def _attention(
     key: torch.Tensor | None,
 ) -> torch.Tensor:
     head_dim: int = config.head_dim  # type: ignore[assignment]
-    q, k, v = layers.heads([params[name] for name in ("q_proj", "k_proj", "v_proj")], x, head_dim)
-    q, k = layers.rotate(q, *tables), layers.rotate(k, *tables)
-    out = layers.attention(q, k, v, mask, head_dim**-0.5, config.attention_dropout, key)
+    heads, groups = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    keys_and_values = [params[name] for name in ("k_proj", "v_proj")]
+    if groups < heads:
+        keys_and_values = [layers.of_own_groups(layer, groups * head_dim) for layer in keys_and_values]
+    q, k, v = layers.heads([params["q_proj"], *keys_and_values], x, head_dim)
+    q, k = rotary.rotary(q, k, *tables)
+    if groups < heads:
+        k, v = (layers.own_groups(one, q.shape[1], heads, groups) for one in (k, v))
+    out = layers.attention(q, k, v, mask, head_dim**-0.5, config.attention_dropout, key, heads)
     return layers.linear_and_leave(params["o_proj"], out)
+
+
+def _own_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """The positions of the tokens that attention's projections see: all, but where "sp" splits them."""
+    return position_ids if "tp" in sequence.token_axes() else sequence.own_tokens(position_ids)
 
 
 def _frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:

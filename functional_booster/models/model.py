@@ -12,6 +12,7 @@ import torch
 from functional_booster.kernels import tree
 from functional_booster.losses import labels_from, linear_next_token
 from functional_booster.precision import fp8
+from functional_booster.sharding import sequence, tensor
 from functional_booster.sharding.abstract import Initialize
 
 from . import layers
@@ -27,8 +28,9 @@ class Model:
     (batch statistics, position tables), in fresh storage; ``apply(..., buffers=tree, mutable=True)`` returns
     ``(outputs, new buffers)``. Language models also have ``hidden(params, input_ids, key=, train=) -> (B, T, D)`` and
     ``head(params) -> (V, D)``, whose product is what ``apply`` returns, and ``loss(params, batch, key=None)`` ->
-    (sum, weight), fused over the two. ``batch_norms``: names of the parameters of batch norms. ``state_names``: of a
-    functionalized module {name in its state dict: name of the parameter or buffer}, a tied one under several names.
+    (sum, weight), fused over the two; under a plugin that splits them, hidden is of this rank's tokens and head a part
+    over "tp". ``batch_norms``: names of the parameters of batch norms. ``state_names``: of a functionalized module
+    {name in its state dict: name of the parameter or buffer}, a tied one under several names.
     """
 
     init: Callable[..., Tree]
@@ -56,32 +58,43 @@ def language_model(
     config: Any, abstract: Tree, hidden: Callable[..., torch.Tensor], head: Callable[[Tree], torch.Tensor]
 ) -> Model:
     """The Model of a causal language model, given what sets it apart: its leaves, its hidden state and its head."""
+    parts = _Parts(abstract, hidden, head, config.vocab_size)
     return Model(
         init=Initialize(abstract),
-        apply=functools.partial(_logits, hidden, head),
+        apply=functools.partial(_logits, parts),
         abstract=abstract,
         hidden=hidden,
         head=head,
-        loss=functools.partial(_loss, hidden, head),
+        loss=functools.partial(_loss, parts),
         config=config,
         name=config.model_type,
     )
 
 
-def _logits(
-    hidden: Callable[..., torch.Tensor],
-    head: Callable[[Tree], torch.Tensor],
-    params: Tree,
-    *inputs: Any,
-    **options: Any,
-) -> torch.Tensor:
-    """Logits (B, T, V), in the parameters' dtype; arguments are those of ``hidden``."""
-    return layers.product(hidden(params, *inputs, **options), head(params))
+@dataclass(frozen=True, eq=False)
+class _Parts:
+    """What a causal language model is made of."""
+
+    abstract: Tree
+    hidden: Callable[..., torch.Tensor]
+    head: Callable[[Tree], torch.Tensor]
+    vocab_size: int
+
+    def shared(self, params: Tree) -> Tree:
+        """The parameters as ranks that share tokens use them."""
+        return sequence.shared(params, self.abstract, "tp")
+
+
+def _logits(parts: _Parts, params: Tree, *inputs: Any, **options: Any) -> torch.Tensor:
+    """Logits (B, T, V), in the parameters' dtype; arguments are those of ``hidden``. Whole on every rank."""
+    params = parts.shared(params)
+    state = sequence.columns(parts.hidden(params, *inputs, **options), "tp")
+    logits = tensor.whole_logits(layers.product(state, parts.head(params)), parts.vocab_size, "tp")
+    return logits if "tp" in sequence.token_axes() else sequence.every_token(logits)
 
 
 def _loss(
-    hidden: Callable[..., torch.Tensor],
-    head: Callable[[Tree], torch.Tensor],
+    parts: _Parts,
     params: Tree,
     batch: dict[str, torch.Tensor],
     key: torch.Tensor | None = None,
@@ -99,7 +112,8 @@ def _loss(
     labels = batch.get("labels")
     if labels is None:
         labels = labels_from(batch["input_ids"], mask, options.get("ignore_index", -100))
-    state = hidden(
+    params = parts.shared(params)
+    state = parts.hidden(
         params,
         batch["input_ids"],
         attention_mask=mask,
@@ -107,6 +121,8 @@ def _loss(
         key=key,
         train=key is not None,
     )
-    out = fp8.plain(head(params))  # the fused loss multiplies as it is
+    out = fp8.plain(parts.head(params))  # the fused loss multiplies as it is
     wide = torch.promote_types(state.dtype, out.dtype)
-    return linear_next_token(state.to(wide), out.to(wide), labels, **options)
+    hidden = sequence.columns(state, "tp").to(wide)
+    options |= {"vocab_size": parts.vocab_size} if tensor.splits("tp") else {}
+    return linear_next_token(hidden, out.to(wide), labels, **options)

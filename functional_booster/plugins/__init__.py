@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .arguments import max_norm_under, precision_under
 from .gemini import GeminiPlugin
+from .hybrid_parallel import HybridParallelPlugin
 from .low_level_zero import LowLevelZeroPlugin
 from .plugin import Plan, Plugin, plan
 from .single import SingleDevice
@@ -12,6 +13,7 @@ from .torch_fsdp import TorchFSDPPlugin
 
 __all__ = [
     "GeminiPlugin",
+    "HybridParallelPlugin",
     "LowLevelZeroPlugin",
     "Plan",
     "Plugin",

@@ -48,6 +48,13 @@ def check_replicas(extra_dp_size: int, mesh: Mesh) -> None:
         raise ValueError(f"extra_dp_size: {extra_dp_size}, but the axis 'extra_dp' has another size: {mesh}")
 
 
+def check_axis(plugin: Any, axis: str, mesh: Mesh) -> None:
+    """Raise ValueError where a mesh of axes by name has another number of ranks along one than the argument says."""
+    size = getattr(plugin, f"{axis}_size")
+    if size not in (None, 1, mesh.extent(axis)):
+        raise ValueError(f"{axis}_size: {size}, but the axis {axis!r} has another size: {mesh}")
+
+
 def shown(plugin: Any) -> str:
     """The plugin with the arguments that are not as by default. For ``__repr__``."""
     default = type(plugin)()

@@ -15,7 +15,7 @@ from functional_booster.precision import MixedPrecision, Policy
 from functional_booster.sharding import chunks, shards, units
 from functional_booster.sharding.mesh import Mesh
 
-from . import arguments, dataloaders
+from . import arguments, dataloaders, tensor_parallel
 
 Tree = tree.Tree
 _WIDTH = 1024  # what hidden_dim is where it is not given
@@ -38,7 +38,8 @@ class GeminiPlugin:
 
     ``precision`` ("fp16" where neither it nor the Booster's is given), ``max_norm``, ``master_weights``, ``use_fp8``,
     ``fp8_communication`` and the arguments of loss scaling: as LowLevelZero's. Arguments that change no result are
-    ignored with a warning. Raises ValueError for what is not supported.
+    ignored with a warning. ``tp_size``: ranks that share the leaves of own models, as HybridParallel's; chunks are then
+    of what one of them has. Raises ValueError for what is not supported.
     """
 
     DEFAULT_PRECISION: ClassVar[str] = "fp16"
@@ -91,6 +92,9 @@ class GeminiPlugin:
         arguments.check_fraction(self, "warmup_non_model_data_ratio", "steady_cuda_cap_ratio", "gpu_margin_mem_ratio")
         arguments.check_flag(self, "master_weights", "force_outputs_fp32", "use_fp8", "fp8_communication")
         check_integer("extra_dp_size", self.extra_dp_size, minimum=1)
+        check_integer("tp_size", self.tp_size, minimum=1)
+        if self.tp_size > 1 and self.placement_policy == "auto":
+            raise ValueError(f"tp_size: {self.tp_size} with placement_policy='auto', expected 'static'")
         if self.hidden_dim is not None:
             check_integer("hidden_dim", self.hidden_dim, minimum=1)
         if self.placement_policy not in ("static", "auto"):
@@ -107,7 +111,6 @@ class GeminiPlugin:
         arguments.refuse(
             self,
             chunk_config_dict="chunks are found by search",
-            tp_size="this plugin is data-parallel only",
         )
         arguments.ignore(
             self,
@@ -127,14 +130,24 @@ class GeminiPlugin:
         return ("extra_dp", "dp")
 
     def axes(self, ranks: int) -> dict[str, int]:
-        """``extra_dp_size`` replicas of equal groups."""
-        if ranks % self.extra_dp_size:
-            raise ValueError(f"extra_dp_size: {self.extra_dp_size} does not divide {ranks} ranks")
-        return {"extra_dp": self.extra_dp_size, "dp": ranks // self.extra_dp_size}
+        """``extra_dp_size`` replicas of equal groups, each of groups of ``tp_size`` ranks that share leaves."""
+        if ranks % self.tp_size:
+            raise ValueError(f"tp_size: {self.tp_size} does not divide {ranks} ranks")
+        groups = ranks // self.tp_size
+        if groups % self.extra_dp_size:
+            raise ValueError(f"extra_dp_size: {self.extra_dp_size} does not divide {groups} ranks")
+        data = {"extra_dp": self.extra_dp_size, "dp": groups // self.extra_dp_size}
+        return data | {"tp": self.tp_size} if self.tp_size > 1 else data
 
     def layout(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
-        """The chunks, each split over "dp"."""
+        """The chunks of what one rank along "tp" has, each split over "dp"."""
         arguments.check_replicas(self.extra_dp_size, mesh)
+        if self.tp_size == 1:
+            return self._chunked(abstract, labels, mesh)
+        arguments.check_axis(self, "tp", mesh)
+        return tensor_parallel.layout(self._chunked, abstract, labels, mesh, "tp")
+
+    def _chunked(self, abstract: Tree, labels: Tree, mesh: Mesh) -> Layout:
         planned = units.layout(abstract, labels, self._packed, mesh, ("dp",))
         if self.placement_policy == "auto":
             return replace(units.on_host(planned, planned.axes), provisional=True)
@@ -150,22 +163,38 @@ class GeminiPlugin:
 
     def prepare(self, storage: Flat, policy: Policy) -> Flat:
         """The chunks that are gathered once a step are whole, in the compute dtype; the others stay."""
-        split = chunks.leading(storage.layout, self.shard_param_frac)
-        return shards.join(storage, policy.compute, buckets=storage.buffers.keys() - split, wire=policy.wire)
+
+        def once(storage: Flat, policy: Policy) -> Flat:
+            split = chunks.leading(storage.layout, self.shard_param_frac)
+            return shards.join(storage, policy.compute, buckets=storage.buffers.keys() - split, wire=policy.wire)
+
+        return tensor_parallel.inside(once, storage, policy)
 
     def gather(self, prepared: Flat, policy: Policy) -> Flat:
         """The other chunks, gathered in the compute dtype, and again for the backward. Transposed: psum_scatter."""
-        split = chunks.leading(prepared.layout, self.shard_param_frac)
-        wires = {"wire": policy.wire, "cotangent_wire": policy.reduce_wire}
-        return shards.join(shards.transient(prepared), policy.compute, policy.reduce, split, **wires)
+
+        def used(prepared: Flat, policy: Policy) -> Flat:
+            split = chunks.leading(prepared.layout, self.shard_param_frac)
+            wires = {"wire": policy.wire, "cotangent_wire": policy.reduce_wire}
+            return shards.join(shards.transient(prepared), policy.compute, policy.reduce, split, **wires)
+
+        return tensor_parallel.inside(used, prepared, policy)
 
     def reduce(self, grads: Flat, policy: Policy) -> Flat:
         """This rank's part of the sum."""
-        return shards.scatter(grads, policy.reduce, policy.reduce_wire)
+
+        def mine(grads: Flat, policy: Policy) -> Flat:
+            return shards.scatter(grads, policy.reduce, policy.reduce_wire)
+
+        return tensor_parallel.inside(mine, grads, policy)
 
     def sync(self, grads: Flat, policy: Policy) -> Flat:
         """The sum over the replicas."""
-        return shards.total(grads, self.data_axes, policy.reduce, policy.reduce_wire)
+
+        def summed(grads: Flat, policy: Policy) -> Flat:
+            return shards.total(grads, self.data_axes, policy.reduce, policy.reduce_wire)
+
+        return tensor_parallel.inside(summed, grads, policy)
 
     def settle(self, storage: Flat, step: torch.Tensor) -> Flat:
         """What was updated."""
