@@ -63,6 +63,8 @@ def evaluate(
     if counts is None:
         return loss, weight, scalars, new
     loss, weight, scalars = tree.map(lambda value: torch.where(counts, value, 0), (loss, weight, scalars))
+    if new is buffers:
+        return loss, weight, scalars, buffers
     return loss, weight, scalars, tree.map(lambda after, before: torch.where(counts, after, before), new, buffers)
 
 

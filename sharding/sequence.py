@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from functional_booster.kernels import tree
+from functional_booster.precision import fp8
 
 from .collectives import all_gather, all_to_all, axis_index, axis_size, enter, leave, psum_scatter
 from .environment import current
@@ -91,7 +92,7 @@ def shared(params: Tree, abstract: Tree, axis: str) -> Tree:
         seen_by_all = name in infos and axis in infos[name].spec
         return enter(leaf, tuple(one for one in axes if one != axis or not seen_by_all))
 
-    return tree.map_with_name(entered, params)
+    return tree.map_with_name(entered, params, is_leaf=fp8.is_weight)  # it is named as its leaf
 
 
 def to_heads(x: torch.Tensor, axis: str) -> torch.Tensor:

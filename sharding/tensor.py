@@ -51,7 +51,9 @@ def own_parts(params: Tree, layouts: Iterable[Layout | None]) -> Tree:
 
     invariant -> varying. A slice; transpose: psum of the cotangents, each in its place.
     """
-    slots = {slot.name: slot for layout in layouts if layout is not None for slot in layout.slots if slot.cut}
+    held = [layout for layout in layouts if layout is not None]
+    slots = {slot.name: slot for layout in held for slot in layout.slots if slot.cut}
+    parts = frozenset(slot.name for layout in held for slot in layout.slots if slot.bucket in layout.cuts)
     if not slots:
         return params
 
@@ -60,7 +62,7 @@ def own_parts(params: Tree, layouts: Iterable[Layout | None]) -> Tree:
         if slot is None or slot.cut is None:
             return leaf
         cut, size = slot.cut, slot.shape[slot.cut.dim]
-        if tuple(leaf.shape) == slot.shape:
+        if name not in parts:
             leaf = enter(leaf, cut.axis)
             whole = F.pad(leaf.movedim(cut.dim, -1), (0, cut.part * cut.ranks - size)).movedim(-1, cut.dim)
             return part_of(whole, P(*(None,) * cut.dim, cut.axis))

@@ -124,6 +124,20 @@ def test_every_layout_is_one_device(laid_out: Any, kind: str, fused: bool) -> No
         torch.testing.assert_close(named[name], leaf, rtol=1e-8, atol=1e-10, msg=f"{name} under {plugin}")
 
 
+@pytest.mark.parametrize("mode", [None, "split_gather", "all_to_all"])
+def test_fp8_gradients_are_one_devices(mode: str | None) -> None:
+    """To fp8's rounding, leaf by leaf: parts have scales of their own."""
+    plugin = hybrid(mode, **({"sp_size": 2} if mode == "all_to_all" else {"tp_size": 2}))
+    tx, grads = fb.optim.sgd(1.0), []
+    for booster in (fb.Booster("cpu", "fp8"), fb.Booster("cpu", "fp8", plugin, mesh=fb.virtual_mesh(2))):
+        state = booster.init(model("llama"), tx, key=fb.random.key(0))
+        new, _ = booster.train_step(model("llama").loss, tx, jit=False, donate=False)(state, batch())
+        grads.append(tree.map(torch.sub, booster.full_params(state), booster.full_params(new)))
+    one, several = map(tree.named_leaves, grads)
+    for name, grad in one.items():
+        assert (several[name] - grad).norm() < 0.2 * grad.norm(), name
+
+
 def test_born_sharded_to_the_bit() -> None:
     booster = fb.Booster("cpu", "fp32", plugin=hybrid(tp_size=4, zero_stage=1), mesh=fb.virtual_mesh(8))
     made = booster.init(model("gpt2"), TX, key=fb.random.key(3))

@@ -69,7 +69,7 @@ def objective(
             autocasting(precision.autocast, device),
         ):
             loss, weight, aux, new = loss_call.evaluate(loss_fn, params, batch, key, buffers, counts)
-        if new is not buffers and counts is None:
+        if new is not buffers:
             raise ValueError("loss_fn returned aux['buffers']: a pipeline cannot write buffers (batch statistics)")
         means = {name: value * weight for name, value in aux.items()}
         return loss, {"weight": weight, "aux": means, "outputs": outputs()}

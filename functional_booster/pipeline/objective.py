@@ -158,12 +158,6 @@ def chain(
     return Objective(fn, Split(len(stages), homes, frozenset(name for name, _ in homes)))
 
 
-def _signature(leaf: Any) -> Hashable:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype
-    return graphs.static_key(leaf)
-
-
 def _device(microbatch: Tree) -> torch.device:
     found = (leaf.device for leaf in tree.leaves(microbatch) if isinstance(leaf, torch.Tensor))
     return next(found, torch.device("cpu"))

@@ -118,7 +118,8 @@ class PipelineParallel:
         def prepared(bucket: str, buffer: torch.Tensor) -> torch.Tensor:
             kept = bucket in storage.layout.kept or not buffer.is_floating_point()
             value = buffer if kept else buffer.to(policy.compute or buffer.dtype)
-            return all_gather(value, ("dp",)) if "dp" in storage.layout.axes[bucket] else value
+            wire = None if kept else policy.wire
+            return all_gather(value, ("dp",), wire=wire) if "dp" in storage.layout.axes[bucket] else value
 
         return _each(storage, prepared)
 
@@ -138,11 +139,12 @@ class PipelineParallel:
         """Their sums over the data ranks; of what all ranks store, over the stages as well."""
 
         def summed(bucket: str, buffer: torch.Tensor) -> torch.Tensor:
-            value = buffer if bucket in grads.layout.kept else buffer.to(policy.reduce or buffer.dtype)
+            kept = bucket in grads.layout.kept
+            value, wire = (buffer, None) if kept else (buffer.to(policy.reduce or buffer.dtype), policy.reduce_wire)
             axes = grads.layout.axes[bucket]
             if not axes:
-                return psum(value, ("dp", AXIS))
-            return psum_scatter(value, ("dp",)) if "dp" in axes else psum(value, ("dp",))
+                return psum(value, ("dp", AXIS), wire=wire)
+            return (psum_scatter if "dp" in axes else psum)(value, ("dp",), wire=wire)
 
         return _each(grads, summed)
 

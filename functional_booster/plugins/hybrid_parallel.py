@@ -49,7 +49,7 @@ class HybridParallelPlugin:
     axis; else it varies faster than "tp", and ranks of one replica lie apart.
 
     ``precision`` ("fp16" where neither it nor the Booster's is given), ``max_norm``, the arguments of loss scaling,
-    ``cpu_offload``, ``communication_dtype``, ``use_fp8`` and ``fp8_communication``: as LowLevelZero's.
+    ``cpu_offload``, ``communication_dtype``, ``use_fp8`` and ``fp8_communication`` (over "dp"): as LowLevelZero's.
     ``zero_bucket_size_in_m`` is its ``reduce_bucket_size_in_m``, ``ddp_bucket_cap_mb`` TorchDDP's ``bucket_cap_mb``.
     ``model.apply`` returns whole logits and ``model.loss`` never holds them, whatever ``parallel_output``; that and
     other arguments change no result and are ignored with a warning.
