@@ -28,8 +28,8 @@ class Model:
     (batch statistics, position tables), in fresh storage; ``apply(..., buffers=tree, mutable=True)`` returns
     ``(outputs, new buffers)``. Language models also have ``hidden(params, input_ids, key=, train=) -> (B, T, D)`` and
     ``head(params) -> (V, D)``, whose product is what ``apply`` returns, and ``loss(params, batch, key=None)`` ->
-    (sum, weight), fused over the two; under a plugin that splits them, hidden and head are whole on every rank, and
-    ``loss`` never holds them so. ``batch_norms``: names of the parameters of batch norms. ``state_names``: of a module
+    (sum, weight), fused over the two; under a plugin that splits them, hidden is of this rank's tokens and head a part
+    over "tp". ``batch_norms``: names of the parameters of batch norms. ``state_names``: of a functionalized module
     {name in its state dict: name of the parameter or buffer}, a tied one under several names.
     """
 
@@ -63,8 +63,8 @@ def language_model(
         init=Initialize(abstract),
         apply=functools.partial(_logits, parts),
         abstract=abstract,
-        hidden=functools.partial(_hidden, parts),
-        head=functools.partial(_head, parts),
+        hidden=hidden,
+        head=head,
         loss=functools.partial(_loss, parts),
         config=config,
         name=config.model_type,
@@ -83,17 +83,6 @@ class _Parts:
     def shared(self, params: Tree) -> Tree:
         """The parameters as ranks that share tokens use them."""
         return sequence.shared(params, self.abstract, "tp")
-
-
-def _hidden(parts: _Parts, params: Tree, *inputs: Any, **options: Any) -> torch.Tensor:
-    """The hidden state (B, T, D) after the final norm, of all tokens. Whole on every rank."""
-    return sequence.every_token(parts.hidden(parts.shared(params), *inputs, **options))
-
-
-def _head(parts: _Parts, params: Tree) -> torch.Tensor:
-    """The output embedding (V, D). Whole on every rank."""
-    head = parts.head(params)
-    return tensor.whole_logits(head.mT, parts.vocab_size, "tp").mT if tensor.splits("tp") else head
 
 
 def _logits(parts: _Parts, params: Tree, *inputs: Any, **options: Any) -> torch.Tensor:
