@@ -38,7 +38,8 @@ def state(
 ) -> TrainState:
     """A TrainState with these values, of all leaves by name; None: with zeros.
 
-    Raises ValueError for patterns that match nothing and, naming them, for leaves without a value.
+    Raises ValueError for patterns that match nothing and, naming them, for leaves without a value; TypeError for a
+    complex leaf that is to be trained: optimizers would take its square for that of its magnitude.
     """
     mesh = plan.mesh
     typed = tree.map(lambda info: torch.empty(info.shape, dtype=info.dtype, device="meta"), model.abstract)
@@ -60,6 +61,12 @@ def state(
         model.abstract,
     )
     trained, frozen = tree.partition(described, tree.map(lambda info: info.trainable, described))
+    for name, info in tree.named_leaves(trained).items():
+        if info.dtype.is_complex:
+            raise TypeError(
+                f"{name}: a parameter of {info.dtype}, expected a floating-point one to train, which "
+                "torch.view_as_complex takes in the forward; or freeze it"
+            )
     layout = _layout(plan, trained, optim.leaf_labels(tx, trained), kept)
     alike = [()] * len(tree.leaves(frozen))  # no optimizer tells frozen leaves apart
     layouts = layout, _layout(plan, frozen, alike, kept) if alike else None

@@ -214,6 +214,10 @@ def agreed(new: Tree, old: Tree, axes: tuple[str, ...], counted: torch.Tensor | 
     before = tree.leaves(old)
     if not axes or not leaves:
         return new
+    is_complex = [leaf.is_complex() for leaf in leaves]
+    leaves, before = (
+        [torch.view_as_real(leaf) if leaf.is_complex() else leaf for leaf in each] for each in (leaves, before)
+    )
     floats = [place for place, leaf in enumerate(leaves) if leaf.is_floating_point()]
     if floats:
         pairs = [(leaves[place].to(torch.float64), before[place].to(torch.float64)) for place in floats]
@@ -223,8 +227,9 @@ def agreed(new: Tree, old: Tree, axes: tuple[str, ...], counted: torch.Tensor | 
         means = [total / ranks for total in sums]
         for place, mean, (leaf, was) in zip(floats, means, pairs, strict=True):
             leaves[place] = (was + mean.view(leaf.shape)).to(leaves[place].dtype)
-    counters = [leaf if leaf.is_floating_point() or leaf.is_complex() else pmax(leaf, axes) for leaf in leaves]
-    return tree.unflatten(structure, counters)
+    leaves = [leaf if leaf.is_floating_point() else pmax(leaf, axes) for leaf in leaves]
+    leaves = [torch.view_as_complex(leaf) if pair else leaf for leaf, pair in zip(leaves, is_complex, strict=True)]
+    return tree.unflatten(structure, leaves)
 
 
 def update(recipe: Recipe, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:

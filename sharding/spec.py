@@ -19,7 +19,8 @@ class PartitionSpec(tuple[AxisNames, ...]):
     def __new__(cls, *entries: AxisNames) -> PartitionSpec:
         seen: set[str] = set()
         for position, entry in enumerate(entries):
-            for name in (entry,) if isinstance(entry, str) else (entry or ()):
+            names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+            for name in names:
                 if not isinstance(name, str):
                     raise TypeError(
                         f"PartitionSpec: entry {position} is {entry!r}, expected None, a name or a tuple of names"

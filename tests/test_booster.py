@@ -641,3 +641,19 @@ class TestFunctionalExtras:
 
         rate, step = torch.tensor(0.05, dtype=torch.float64), 1e-6
         close(fb.grad(second)(rate), (second(rate + step) - second(rate - step)) / (2 * step), 1e-6)
+
+
+def test_a_complex_parameter_is_refused_by_name_and_may_be_frozen() -> None:
+    abstract = {"a": fb.ArrayInfo((2,)), "b": {"w": fb.ArrayInfo((2,), torch.complex64)}}
+    params = {"a": torch.ones(2), "b": {"w": torch.ones(2, dtype=torch.complex64)}}
+    model = fb.Model(lambda key: params, lambda params, x: params["a"] * (params["b"]["w"] * x).real, abstract)
+    booster, tx = fb.Booster("cpu"), fb.optim.adamw(0.1)
+    for make in (lambda: booster.abstract(model, tx), lambda: booster.init(model, tx, key=fb.random.key(0))):
+        with pytest.raises(TypeError, match=r"b\.w: a parameter of torch.complex64, expected a floating-point one"):
+            make()
+    abstract["b"] = {"w": fb.ArrayInfo((2,), torch.complex64, trainable=False)}
+    state = booster.init(model, tx, key=fb.random.key(0))
+    step = booster.train_step(lambda params, x: model.apply(params, x).sum(), tx, jit=False)
+    state, metrics = step(state, torch.ones(2, dtype=torch.complex64))
+    assert metrics["grad_norm"].item() == pytest.approx(2**0.5)
+    assert torch.equal(booster.full_params(state)["b"]["w"], params["b"]["w"])

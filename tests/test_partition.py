@@ -223,3 +223,9 @@ def on_processes(axes: dict[str, int], seed: int) -> None:
 @pytest.mark.parametrize("axes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 1, "fsdp": 2}])
 def test_on_processes(axes: dict[str, int]) -> None:
     run_on_ranks(math.prod(axes.values()), on_processes, axes, 3)
+
+
+@pytest.mark.parametrize("entry", [["a", "b"], 0, ("a", 1)])
+def test_entries_of_another_type_are_refused(entry: Any) -> None:
+    with pytest.raises(TypeError, match=r"PartitionSpec: entry 1 is .*, expected None, a name or a tuple of names"):
+        P("c", entry)

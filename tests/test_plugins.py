@@ -486,13 +486,14 @@ def test_gradients_flow_through_the_layout(plugin: Plugin) -> None:
 def test_buffers_that_no_rank_changed_stay_to_the_bit() -> None:
     """On three ranks, whose mean of equal numbers is not always that number; what was changed becomes the mean."""
     constant = torch.cat([torch.rand(64, generator=torch.Generator().manual_seed(0)), torch.tensor([-torch.inf, 0.0])])
-    old = {"constant": constant, "count": torch.tensor(3), "mean": torch.zeros(2)}
+    old = {"constant": constant, "count": torch.tensor(3), "mean": torch.zeros(2), "complex": torch.tensor([1 + 2j])}
 
     def local(old: fb.tree.Tree) -> Replicated:
         rank = axis_index("dp")
         new = {**old, "count": old["count"] + 1, "mean": old["mean"] + torch.stack([rank * 1.0, rank * 2.0])}
+        new["complex"] = old["complex"] + rank * (1 + 3j)
         return Replicated(step.agreed(new, old, ("dp",)))
 
     got = spmd(local, virtual_mesh(dp=3))(Replicated(old))
     assert torch.equal(got["constant"], constant)
-    assert (got["count"].item(), got["mean"].tolist()) == (4, [1.0, 2.0])
+    assert (got["count"].item(), got["mean"].tolist(), got["complex"].tolist()) == (4, [1.0, 2.0], [2 + 5j])
