@@ -299,3 +299,19 @@ def test_gemini_over_tensor_parallel_ranks(options: dict[str, Any]) -> None:
         torch.testing.assert_close(measured[name], value, rtol=1e-9, atol=1e-11, msg=name)
     for got, leaf in zip(tree.leaves(booster.full_params(state)), tree.leaves(alone.params), strict=True):
         torch.testing.assert_close(got, leaf, rtol=1e-8, atol=1e-10)
+
+
+def test_a_leaf_of_a_single_head_is_counted_once() -> None:
+    """All of it lies on the first rank, whose part has the shape of the whole."""
+    model = fb.models.gpt2(
+        vocab_size=17, n_embd=8, n_layer=1, n_head=1, n_positions=8, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0
+    )
+    ids = torch.randint(17, (4, 8), generator=torch.Generator().manual_seed(0))
+    norms = []
+    for plugin in (None, fb.HybridParallelPlugin(tp_size=2, zero_stage=1)):
+        booster = fb.Booster("cpu", "fp32", plugin, fb.virtual_mesh(2) if plugin else None)
+        tx = fb.optim.sgd(0.1)
+        state = booster.init(model, tx, key=fb.random.key(0))
+        _, metrics = booster.train_step(model.loss, tx, jit=False)(state, {"input_ids": ids})
+        norms.append(metrics["grad_norm"])
+    torch.testing.assert_close(norms[1], norms[0], rtol=1e-5, atol=0)
